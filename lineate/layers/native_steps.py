@@ -6,10 +6,13 @@ torch needs 20 to 40 calls for this, which for one row take longer than reading 
 of native/step.c that stay; `bind` adds the addresses of a call's states.
 """
 
+import ctypes
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from operator import attrgetter, getitem, is_
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +24,8 @@ from lineate.layers.convolution import ShortConvolution
 from lineate.layers.feed import SwiGLU
 from lineate.layers.linear import GatedDeltaNet, KimiDeltaAttention
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
-from lineate.layers.rope import turns
-from lineate.layers.state import CacheInPlace, LayerState, Memory, TokenCache, token_positions
+from lineate.layers.rope import frequencies
+from lineate.layers.state import CacheInPlace, LayerState, Memory, TokenCache
 from lineate.native import step as native
 from lineate.native.build import available
 from lineate.native.step import Linear, Norm, Part
@@ -40,6 +43,14 @@ class _Unfit(Exception):
     """Raised inside for a part that has no step in C."""
 
 
+class _Bound(NamedTuple):
+    """Tensors of a state that a part was bound to, where they were, and the words of the part that say so."""
+
+    tensors: "tuple[ref[Tensor], ...]"
+    addresses: tuple[int, ...]
+    words: bytes
+
+
 @dataclass(frozen=True)
 class Recorded:
     """A part of a step, and what it was read from.
@@ -50,6 +61,7 @@ class Recorded:
         modules: All modules, each with its class and its own parts, which must still be there.
         tensors: Each parameter's module, name and tensor.
         settings: Each plain attribute of the modules, such as an epsilon, with its value.
+        bound: The last states that were bound to the part, by the id of their first tensor and their rows.
     """
 
     part: Part
@@ -57,6 +69,7 @@ class Recorded:
     modules: tuple[tuple[nn.Module, type, dict[str, Any]], ...]
     tensors: tuple[tuple[nn.Module, str, Tensor], ...]
     settings: tuple[tuple[dict[str, Any], str, Any], ...]
+    bound: dict[tuple[int, int], _Bound] = field(default_factory=dict)
 
 
 class Unchanged:
@@ -149,24 +162,62 @@ def record_feed(norm: nn.Module | None, feed: nn.Module | None) -> Recorded | No
         return None
 
 
-def bind(part: Part, mixer: nn.Module, state: LayerState, shared: dict[Hashable, Any]) -> LayerState | None:
+def bind(part: Part, recorded: Recorded, state: LayerState, shared: dict[Hashable, Any]) -> LayerState | None:
     """Add the addresses of a state to a part; return the new state, which the step fills, or None if it is unfit.
 
     Args:
         part: The part, which is changed.
-        mixer: The mixer of the part.
-        state: Its state; it is overwritten if the call owns it.
+        recorded: The part as it was read, and its mixer.
+        state: The mixer's state; it is overwritten if the call owns it.
         shared: What all parts of a step share; it keeps tensors alive until the step has run.
     """
     if isinstance(state, Memory):
-        return _bind_memory(part, state, shared)
-    assert isinstance(mixer, GatedAttention)
-    return _bind_cache(part, mixer, state, shared)
+        return _bind_memory(part, recorded, state, shared)
+    return _bind_cache(part, recorded, state, shared)
 
 
-def _bind_memory(part: Part, state: Memory, shared: dict[Hashable, Any]) -> Memory | None:
-    rows, heads = shared["rows"], part.heads * part.shared
-    memory = state.tensors.get("memory")
+MOST_BOUND = 4
+"""How many states a part remembers; generating goes back and forth between two."""
+
+
+def _bind_again(part: Part, recorded: Recorded, tensors: Sequence[Tensor], rows: int, first: int, last: int) -> bool:
+    """Set the words first .. last of a part as for these tensors before; whether they are the same, unmoved."""
+    found = recorded.bound.get((id(tensors[0]), rows))
+    if found is None or len(found.tensors) != len(tensors):
+        return False
+    for x, known, address in zip(tensors, found.tensors, found.addresses, strict=True):
+        if known() is not x or x.data_ptr() != address:
+            return False
+    ctypes.memmove(ctypes.addressof(part) + first, found.words, last - first)
+    return True
+
+
+def _remember(part: Part, recorded: Recorded, tensors: Sequence[Tensor], rows: int, first: int, last: int) -> None:
+    """Keep the words first .. last of a part that was bound to these tensors."""
+    if len(recorded.bound) >= MOST_BOUND:
+        recorded.bound.clear()
+    words = ctypes.string_at(ctypes.addressof(part) + first, last - first)
+    addresses = tuple(x.data_ptr() for x in tensors)
+    recorded.bound[id(tensors[0]), rows] = _Bound(tuple(map(ref, tensors)), addresses, words)
+
+
+_MEMORY = Part.conv_from.offset, Part.keys.offset
+"""Where the words of a memory begin and end in a part."""
+_CACHE = Part.keys.offset, Part.lengths.offset
+
+
+def _bind_memory(part: Part, recorded: Recorded, state: Memory, shared: dict[Hashable, Any]) -> Memory | None:
+    rows, heads, given = shared["rows"], part.heads * part.shared, state.tensors
+    into = given if state.owned else state.into
+    if into is not None and state.seeds is None and "memory" in given and "memory" in into:
+        made = {"memory": into["memory"]}
+        tensors = [given["memory"], into["memory"]]
+        if part.taps and "conv" in given and "conv" in into:
+            made = {"conv": into["conv"], **made}
+            tensors += [given["conv"], into["conv"]]
+        if _bind_again(part, recorded, tensors, rows, *_MEMORY):
+            return Memory(made)
+    memory = given.get("memory")
     if memory is None or memory.shape != (rows, heads, part.key_dim, part.value_dim) or state.seeds is not None:
         return None
     if not _is_dense(memory, 3, KEPT):
@@ -177,9 +228,9 @@ def _bind_memory(part: Part, state: Memory, shared: dict[Hashable, Any]) -> Memo
     part.memory_from, part.memory_from_row = memory.data_ptr(), memory.stride(0)
     part.memory_to, part.memory_to_row = new.data_ptr(), new.stride(0)
     part.memory_narrow = memory.dtype is torch.bfloat16
-    tensors = {"memory": new}
+    made, tensors = {"memory": new}, [memory, new]
     if part.taps:
-        past, channels = state.tensors.get("conv"), 2 * part.heads * part.key_dim + heads * part.value_dim
+        past, channels = given.get("conv"), 2 * part.heads * part.key_dim + heads * part.value_dim
         if past is None or past.shape != (rows, channels, part.taps - 1) or not _is_dense(past, 0):
             return None
         kept = past if state.owned else _spare(state, "conv", 0)
@@ -187,8 +238,9 @@ def _bind_memory(part: Part, state: Memory, shared: dict[Hashable, Any]) -> Memo
             kept = past.new_empty(rows, part.taps - 1, channels).transpose(1, 2)
         part.conv_from, (part.from_row, part.from_channel, part.from_tap) = past.data_ptr(), past.stride()
         part.conv_to, (part.to_row, part.to_channel, part.to_tap) = kept.data_ptr(), kept.stride()
-        tensors = {"conv": kept, **tensors}
-    return Memory(tensors)
+        made, tensors = {"conv": kept, **made}, [*tensors, past, kept]
+    _remember(part, recorded, tensors, rows, *_MEMORY)
+    return Memory(made)
 
 
 def _spare(state: Memory, name: str, dims: int) -> Tensor | None:
@@ -200,17 +252,20 @@ def _spare(state: Memory, name: str, dims: int) -> Tensor | None:
     return found
 
 
-def _bind_cache(part: Part, mixer: GatedAttention, state: TokenCache, shared: dict[Hashable, Any]) -> TokenCache | None:
+def _bind_cache(part: Part, recorded: Recorded, state: TokenCache, shared: dict[Hashable, Any]) -> TokenCache | None:
     rows, size = shared["rows"], (part.kv_heads, part.head_dim)
-    if state.rows != rows or any(x.dtype is not torch.float32 for x in state.tensors.values()):
+    if state.rows != rows:
         return None
-    lengths, new, kept = state.lengths, state, state
+    given, lengths, new, kept = state.tensors, state.lengths, state, state
+    known = _bind_again(part, recorded, list(given.values()), rows, *_CACHE)
+    if not known and any(x.dtype is not torch.float32 for x in given.values()):
+        return None
     if isinstance(state, CacheInPlace):
         if state.t != 1:
             return None
         new = state.appended()
     else:
-        if any(state.tensors[name].shape[2:] != size for name in ("keys", "values")):
+        if not known and any(given[name].shape[2:] != size for name in ("keys", "values")):
             return None
         longer = state.extended(1)
         if longer is None:
@@ -219,14 +274,17 @@ def _bind_cache(part: Part, mixer: GatedAttention, state: TokenCache, shared: di
                 place = shared["place"] = torch.zeros(rows, 1, *size, dtype=torch.float32, device="cpu")
             longer = state.append({"keys": place, "values": place})
         new = kept = longer
-    keys, values = kept.tensors["keys"], kept.tensors["values"]
-    if keys.shape[2:] != size or values.shape[2:] != size or not (_is_dense(keys, 2) and _is_dense(values, 2)):
-        return None
-    part.keys, part.keys_row, part.keys_token = keys.data_ptr(), keys.stride(0), keys.stride(1)
-    part.values, part.values_row, part.values_token = values.data_ptr(), values.stride(0), values.stride(1)
+    if not known or kept.tensors is not given:
+        keys, values = kept.tensors["keys"], kept.tensors["values"]
+        if keys.shape[2:] != size or values.shape[2:] != size or not (_is_dense(keys, 2) and _is_dense(values, 2)):
+            return None
+        part.keys, part.keys_row, part.keys_token = keys.data_ptr(), keys.stride(0), keys.stride(1)
+        part.values, part.values_row, part.values_token = values.data_ptr(), values.stride(0), values.stride(1)
+        _remember(part, recorded, list(kept.tensors.values()), rows, *_CACHE)
     part.lengths = _shared_lengths(lengths, rows, shared).data_ptr()
     if part.rotary:
-        cos, sin = _shared_turns(lengths, mixer, rows, shared)
+        assert isinstance(recorded.mixer, GatedAttention)
+        cos, sin = _shared_turns(lengths, recorded.mixer, rows, shared)
         part.cos, part.sin = cos.data_ptr(), sin.data_ptr()
     return new
 
@@ -245,11 +303,17 @@ def _shared_turns(
 ) -> tuple[Tensor, Tensor]:
     key = "turns", mixer.rotary_dim, mixer.rope_theta, lengths if isinstance(lengths, int) else id(lengths)
     if key not in shared:
-        positions = token_positions(lengths, torch.empty(rows, 1, device="cpu"), None)
-        turned = turns(positions, mixer.rotary_dim, mixer.rope_theta, torch.float32)
-        shared[key] = tuple(x.expand(rows, 1, -1).contiguous() for x in turned), lengths
+        own = _frequencies(mixer.rotary_dim, mixer.rope_theta)
+        angles = own * lengths if isinstance(lengths, int) else lengths[:, None].to(torch.float32) * own
+        shared[key] = tuple(x.expand(rows, -1).contiguous() for x in (angles.cos(), angles.sin())), lengths
     found: tuple[Tensor, Tensor] = shared[key][0]
     return found
+
+
+@cache
+def _frequencies(dim: int, theta: float) -> Tensor:
+    with torch.inference_mode(False):
+        return frequencies(dim, theta, torch.float32, torch.device("cpu"))
 
 
 # ---- words that stay

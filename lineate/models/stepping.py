@@ -144,8 +144,8 @@ def _bind_all(
             if part.entry.size != x.shape[2]:
                 return None
             if half.is_mixer:
-                assert half.recorded is not None and half.recorded.mixer is not None
-                made = bind(part, half.recorded.mixer, states[half.layer], shared)
+                assert half.recorded is not None
+                made = bind(part, half.recorded, states[half.layer], shared)
                 if made is None:
                     return None
                 new[half.layer] = made

@@ -9,6 +9,7 @@ from lineate.native.build import c_function, why_not
 from lineate.native.product import MOST_ROWS
 
 _SMALL = struct.Struct("10q")  # Small in small.c
+_ROWS = struct.Struct("7q")  # Rows in small.c
 _ROUND = struct.Struct("6q")  # Round in rounding.c
 
 
@@ -46,6 +47,14 @@ def _run(x: Tensor, codes: int, scales: int, out: int, bits: int, planes: int) -
         *x.shape[:1], out, x.shape[1], bits, planes, torch.get_num_threads(), x.data_ptr(), codes, scales, y.data_ptr()
     )
     return y, c_function("small")(words)
+
+
+def rows(codes: Tensor, scales: Tensor, ids: Tensor) -> Tensor:
+    """Return these rows of a weight of 8 or 4 bits, float32 `n k`; ids `n` int64, of rows that are there; all dense."""
+    y = torch.empty(ids.shape[0], codes.shape[1] * 32, dtype=torch.float32, device="cpu")
+    words = _ROWS.pack(*y.shape, codes.shape[2], ids.data_ptr(), codes.data_ptr(), scales.data_ptr(), y.data_ptr())
+    c_function("small_rows")(words)
+    return y
 
 
 def best_scales(groups: Tensor, scales: Tensor) -> Tensor:

@@ -128,11 +128,15 @@ def decoded(codes: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Ten
 
 
 def looked_up(codes: Tensor, scales: Tensor, ids: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """Return these rows of a weight `rows columns` in this dtype, `... columns`."""
+    """Return these rows of a weight `rows columns` in this dtype, `... columns`; the ids must be those of rows."""
     if _on_gpu(codes, dtype):
         from lineate.kernels.layers import small_products  # triton, at its first use
 
         return small_products.decoded_rows(small_products.Codes(codes, scales, rows), ids, dtype)
+    if codes.is_cpu and is_eager(codes, scales, ids) and not are_floating(scales) and available():
+        flat = ids.reshape(-1).to("cpu", torch.int64).contiguous()
+        made = native.rows(codes.contiguous(), scales.contiguous(), flat)
+        return made.view(*ids.shape, made.shape[1]).to(dtype)
     return decode_rows(codes, scales, ids).to(dtype)
 
 

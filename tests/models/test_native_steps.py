@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lineate.generation.graphed import GraphedDecoder
+from lineate.layers import Memory
 from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig
 from lineate.layers.linear import GatedDeltaNet
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
@@ -156,6 +157,28 @@ def test_a_state_is_not_changed_and_forks() -> None:
     assert torch.equal(first, again) and not torch.equal(first, other)
     for one, kept in zip(state.layers, before.layers, strict=True):
         assert all(torch.equal(one[name], kept[name]) for name in one.names)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_steps_between_two_states_and_tensors_that_move(rows: int) -> None:
+    model = make("gated delta rule")
+    state, ids = read(model, rows), tokens(rows, 12)
+    made, _ = decode(model, state, ids)
+    spare, logits = None, []
+    with torch.no_grad():
+        for n, token in enumerate(ids.unbind(1)):
+            layers = state.layers if spare is None else [
+                Memory(x.tensors, into=y.tensors) if isinstance(x, Memory) else x
+                for x, y in zip(state.layers, spare.layers, strict=True)
+            ]  # fmt: skip
+            out = model(token[:, None], state=ModelState(tuple(layers), state.lengths))
+            spare, state = (None if n == 0 else state), out.state
+            logits.append(out.logits)
+            for layer in state.layers if n in (4, 5) else ():
+                for x in layer.tensors.values():
+                    old, x.data = x.data, x.data.clone(memory_format=torch.preserve_format)
+                    old.fill_(torch.nan)
+    assert torch.equal(torch.cat(logits, 1), made)
 
 
 def test_a_decoder_in_place_has_the_same_bits() -> None:
