@@ -20,7 +20,9 @@ _SOURCES = [
     Path(__file__).with_name(f"{name}.c")
     for name in ("choice", "chunkwise", "float8", "halves", "layers", "rounding", "small", "step", "threads")
 ]
-_HEADERS = [Path(__file__).with_name(name) for name in ("products.h", "small_neon.h", "threads.h", "vectors.h")]
+_HEADERS = [
+    Path(__file__).with_name(f"{name}.h") for name in ("product_neon", "products", "small_neon", "threads", "vectors")
+]
 _FLAGS = ("-O3", "-std=c11", "-D_GNU_SOURCE", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 _LINK = ("-fPIC", "-shared", "-pthread")
 

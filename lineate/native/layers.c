@@ -441,8 +441,9 @@ int lineate_glu_backward(const Glu *a) {
 // A tile is so many rows of the weight by so many of x: its sums stay in registers. On ARM processors a single row of x
 // takes fewer rows of the weight (ALONE, ALONE_HALVES of 16 bits), whose lines come from memory in better order; eight
 // rows widen each number once.
-#if defined(__ARM_NEON)
-enum { TILE_WEIGHTS = 4, TILE_ROWS = 4, MANY_ROWS = 8, MANY_WEIGHTS = 2, ALONE = 1, ALONE_HALVES = 2 };
+#if defined(__ARM_NEON) && defined(__aarch64__)
+#include "product_neon.h"
+enum { TILE_WEIGHTS = 4, TILE_ROWS = 4, MANY_ROWS = SUM_ROWS, MANY_WEIGHTS = SUM_WEIGHTS, ALONE = 1, ALONE_HALVES = 2 };
 #elif defined(__AVX512F__)
 enum { TILE_WEIGHTS = 4, TILE_ROWS = 4, MANY_ROWS = 4, MANY_WEIGHTS = 4, ALONE = 4, ALONE_HALVES = 4 };
 #else
@@ -494,6 +495,27 @@ enum { WIDENS_PAIRS = 0 };
 INLINE void widen_pair(const void *x, i64 at, int kind, vec *first, vec *second) {}
 #endif
 
+// The same for float16 with integers, since only one unit of some processors converts, and slowly. It is wrong where a
+// number is infinite or NaN, after which a lane of `unknown` is NaN.
+#if defined(__aarch64__) && defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+enum { WIDENS_WITH_INTEGERS = 1 };
+typedef float16x8_t Unknown;
+INLINE void widen_with_integers(const void *x, i64 at, vec *first, vec *second, Unknown *unknown) {
+    const int16x8_t y = vld1q_s16((const int16_t *)x + at);
+    const uint32x4_t kept = vdupq_n_u32(0x8fffffff);  // without the copies of the sign in the exponent
+    const uint32x4_t low = vandq_u32(vreinterpretq_u32_s32(vshll_n_s16(vget_low_s16(y), 13)), kept);
+    const uint32x4_t high = vandq_u32(vreinterpretq_u32_s32(vshll_high_n_s16(y, 13)), kept);
+    *first = (vec)low * 0x1p112f, *second = (vec)high * 0x1p112f;
+    *unknown = vfmaq_f16(*unknown, vreinterpretq_f16_s16(y), vdupq_n_f16(0));
+}
+INLINE int is_known(Unknown unknown) { return vminvq_u16(vceqzq_f16(unknown)) != 0; }
+#else
+enum { WIDENS_WITH_INTEGERS = 0 };
+typedef int Unknown;
+INLINE void widen_with_integers(const void *x, i64 at, vec *first, vec *second, Unknown *unknown) {}
+INLINE int is_known(Unknown unknown) { return 1; }
+#endif
+
 // The sum of the lanes, pair by pair: four steps, each of which waits for the one before, instead of fifteen.
 INLINE float paired_total(vec x) {
     typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
@@ -530,20 +552,34 @@ enum { AHEAD = 1024, AHEAD_HALVES = 16384 };
         vec z = load(x + i * a->size + (column), n);     \
         EACH_WEIGHT sum[i][j] += z * (w)[j];             \
     }
-INLINE void product_tile(const Product *a, i64 row, i64 first, int rows, int weights, int kind) {
+// Returns whether all is done; `mixed`: a quarter of the numbers is widened with integers, which it may not be.
+INLINE int product_tile(const Product *a, i64 row, i64 first, int rows, int weights, int kind, int mixed) {
     const float *x = a->x + row * a->size;
     const i64 at = first * a->weight_row;  // of the first weight
     const i64 whole = a->size / LANES * LANES, rest = a->size - whole;
     vec sum[MANY_ROWS][TILE_WEIGHTS] = {0}, w[TILE_WEIGHTS];
+    Unknown unknown = {0};
     const i64 bytes = kind == FLOAT32 ? 4 : 2;
     i64 c = 0;
+#if defined(__ARM_NEON) && defined(__aarch64__)
+    if (rows == SUM_ROWS && weights == SUM_WEIGHTS && kind != FLOAT32 && whole >= SUM_COLUMNS) {
+        float sums[SUM_ROWS][SUM_WEIGHTS][LANES];
+        c = whole / SUM_COLUMNS * SUM_COLUMNS;
+        sum_products(sums, a, x, at, whole / SUM_COLUMNS, kind);
+        EACH_ROW EACH_WEIGHT sum[i][j] = load(sums[i][j], LANES);
+    }
+#endif
     if (WIDENS_PAIRS) {
         const i64 chunk = rows == 1 ? 64 / bytes : 2 * LANES;
         for (; c + chunk <= whole; c += chunk) {
             if (c * bytes % 64 == 0) FETCH_NEXT;
             _Pragma("GCC unroll 4") for (i64 k = c; k < c + chunk; k += 2 * LANES) {
                 vec more[TILE_WEIGHTS];
-                EACH_WEIGHT widen_pair(a->weight, at + j * a->weight_row + k, kind, &w[j], &more[j]);
+                EACH_WEIGHT {
+                    const i64 own = at + j * a->weight_row + k;
+                    if (mixed && k == c + 6 * LANES) widen_with_integers(a->weight, own, &w[j], &more[j], &unknown);
+                    else widen_pair(a->weight, own, kind, &w[j], &more[j]);
+                }
                 ADD_PRODUCTS(k, LANES, w);
                 ADD_PRODUCTS(k + LANES, LANES, more);
             }
@@ -560,6 +596,13 @@ INLINE void product_tile(const Product *a, i64 row, i64 first, int rows, int wei
     }
     EACH_ROW
         EACH_WEIGHT a->y[(row + i) * a->out + first + j] = paired_total(sum[i][j]);
+    return !mixed || is_known(unknown);
+}
+
+// One row of x times a few rows of the weight.
+INLINE void product_alone(const Product *a, i64 row, i64 first, int weights, int kind) {
+    if (WIDENS_WITH_INTEGERS && kind == FLOAT16 && product_tile(a, row, first, 1, weights, kind, 1)) return;
+    product_tile(a, row, first, 1, weights, kind, 0);
 }
 
 INLINE i64 product_weights(const Product *a) {  // rows of the weight of a unit: whole tiles
@@ -573,16 +616,16 @@ INLINE void product_unit(const Product *a, i64 unit, int kind) {
         if (end - first >= TILE_WEIGHTS) {
             for (; MANY_ROWS > TILE_ROWS && kind != FLOAT32 && row + MANY_ROWS <= a->rows; row += MANY_ROWS)
                 for (i64 j = 0; j < TILE_WEIGHTS; j += MANY_WEIGHTS)
-                    product_tile(a, row, first + j, MANY_ROWS, MANY_WEIGHTS, kind);
+                    product_tile(a, row, first + j, MANY_ROWS, MANY_WEIGHTS, kind, 0);
             for (; row + TILE_ROWS <= a->rows; row += TILE_ROWS)
-                product_tile(a, row, first, TILE_ROWS, TILE_WEIGHTS, kind);
-            for (; row + 2 <= a->rows; row += 2) product_tile(a, row, first, 2, TILE_WEIGHTS, kind);
+                product_tile(a, row, first, TILE_ROWS, TILE_WEIGHTS, kind, 0);
+            for (; row + 2 <= a->rows; row += 2) product_tile(a, row, first, 2, TILE_WEIGHTS, kind, 0);
             for (; row < a->rows; row++)
                 for (i64 j = 0; j < TILE_WEIGHTS; j += kind == FLOAT32 ? ALONE : ALONE_HALVES)
-                    product_tile(a, row, first + j, 1, kind == FLOAT32 ? ALONE : ALONE_HALVES, kind);
+                    product_alone(a, row, first + j, kind == FLOAT32 ? ALONE : ALONE_HALVES, kind);
         } else {
             for (; row < a->rows; row++)
-                for (i64 j = first; j < end; j++) product_tile(a, row, j, 1, 1, kind);
+                for (i64 j = first; j < end; j++) product_alone(a, row, j, 1, kind);
         }
     }
 }

@@ -41,6 +41,32 @@ def test_bits_do_not_depend_on_the_other_rows_or_on_threads():
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [8, 100, 300])
+@torch.no_grad()
+def test_bits_of_weights_of_16_bits_do_not_depend_on_the_other_rows(dtype, size):
+    x, weight = torch.randn(16, size), torch.randn(777, size).to(dtype)
+    together = native.product(x, weight)
+    for rows in (1, 2, 3, 5, 8, 11):
+        for first in (0, 16 - rows):
+            assert torch.equal(native.product(x[first : first + rows], weight), together[first : first + rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 8])
+@torch.no_grad()
+def test_all_numbers_of_16_bits(dtype, rows):
+    """Each number stands alone in a row of the weight, and is multiplied by 1."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    expected = numbers.float().expand(rows, -1)
+    for column in (0, 13, 24, 31, 39):
+        weight = torch.zeros(2**16, 40, dtype=dtype)
+        weight[:, column] = numbers
+        made = native.product(torch.ones(rows, 40), weight)
+        assert torch.equal(made.isnan(), expected.isnan())
+        assert torch.equal(made.nan_to_num(0), expected.nan_to_num(0))
+
+
 @torch.no_grad()
 def test_calls_from_many_threads():
     """Helpers serve one call at a time; a call that comes meanwhile works alone."""
