@@ -9,10 +9,11 @@
 #include <arm_neon.h>
 
 enum { BEGIN = 0x4B400000 };     // the bits of 12582912.f
-enum { FEW = 3, AHEAD = 8192 };  // rows that read codes from memory; bytes of codes that are fetched ahead
+enum { FEW = 3, AHEAD = 12288 };  // rows that read codes from memory; bytes of codes that are fetched ahead
 enum { AHEAD_FAST = 1024 };      // the same where one row is multiplied as fast as memory is read
 enum { SPAN = 32, PANEL = 2 };   // groups and tiles that stay in the cache while all rows pass
 enum { TOGETHER = 4 };           // planes of rows whose sums are kept in registers
+enum { MOST_FETCHED = 32 };      // rows that wait for codes of the next panel, unless those are fetched meanwhile
 
 INLINE int32x4_t dot_four(int32x4_t sum, int8x16_t codes, int8x16_t x, int four) {
     switch (four) {
@@ -69,7 +70,37 @@ INLINE void round_group(const Rounded *w, i64 row, i64 group, int planes) {
     w->zero[at] = w->call.bits == 4 ? BEGIN - 8 * vaddvq_s32(sum) : BEGIN;
 }
 
+// What sums without a zero begin with.
+static const int32_t begins[8] = {BEGIN, BEGIN, BEGIN, BEGIN, BEGIN, BEGIN, BEGIN, BEGIN};
+
 // ---- a few rows ----------------------------------------------------------------------------------------------------
+
+// part_pk = BEGIN + code_p x_k for a group of a tile, codes of 8 bits, and both planes of a row of x. It is in assembly
+// because compilers copy sums from register to register, and begin them with copies: each takes the place of a product.
+// Loads do not.
+#define DOT_STEP(at, more, x, y, four)                                                                                \
+    "ldp q16, q17, [%[codes], " at "]\n ldp q18, q19, [%[codes], " more "]\n prfm pldl1keep, [%[next], " at "]\n"     \
+    "eor v16.16b, v16.16b, %[sign].16b\n eor v17.16b, v17.16b, %[sign].16b\n"                                         \
+    "sdot %[a].4s, v16.16b, " x ".4b[" four "]\n sdot %[b].4s, v16.16b, " y ".4b[" four "]\n"                         \
+    "eor v18.16b, v18.16b, %[sign].16b\n eor v19.16b, v19.16b, %[sign].16b\n"                                         \
+    "sdot %[c].4s, v17.16b, " x ".4b[" four "]\n sdot %[d].4s, v17.16b, " y ".4b[" four "]\n"                         \
+    "sdot %[e].4s, v18.16b, " x ".4b[" four "]\n sdot %[f].4s, v18.16b, " y ".4b[" four "]\n"                         \
+    "sdot %[g].4s, v19.16b, " x ".4b[" four "]\n sdot %[h].4s, v19.16b, " y ".4b[" four "]\n"
+INLINE void dot_tile(int32x4_t part[4][2], const uint8_t *codes, const uint8_t *next, const int8_t *high,
+                     const int8_t *low) {
+    __asm__ volatile(
+        "ldp q20, q21, [%[high]]\n ldp q22, q23, [%[low]]\n ldp %q[a], %q[b], [%[begin]]\n"
+        "ldp %q[c], %q[d], [%[begin]]\n ldp %q[e], %q[f], [%[begin]]\n ldp %q[g], %q[h], [%[begin]]\n"
+        DOT_STEP("0", "32", "v20", "v22", "0") DOT_STEP("64", "96", "v20", "v22", "1")
+        DOT_STEP("128", "160", "v20", "v22", "2") DOT_STEP("192", "224", "v20", "v22", "3")
+        DOT_STEP("256", "288", "v21", "v23", "0") DOT_STEP("320", "352", "v21", "v23", "1")
+        DOT_STEP("384", "416", "v21", "v23", "2") DOT_STEP("448", "480", "v21", "v23", "3")
+        : [a] "=&w"(part[0][0]), [b] "=&w"(part[0][1]), [c] "=&w"(part[1][0]), [d] "=&w"(part[1][1]),
+          [e] "=&w"(part[2][0]), [f] "=&w"(part[2][1]), [g] "=&w"(part[3][0]), [h] "=&w"(part[3][1])
+        : [codes] "r"(codes), [next] "r"(next), [high] "r"(high), [low] "r"(low), [begin] "r"(begins),
+          [sign] "w"(vdupq_n_u8(128))
+        : "memory", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23");
+}
 
 // Multiplies a tile with all rows of x.
 INLINE void multiply_few(const Rounded *w, i64 tile, int rows, int bits, int planes) {
@@ -82,13 +113,15 @@ INLINE void multiply_few(const Rounded *w, i64 tile, int rows, int bits, int pla
     for (i64 g = 0; g < groups; g++, codes += GROUP * TILE * bits / 8, scales += TILE) {
         int32x4_t part[FEW][4][2];
         int8x16_t x[FEW][2][2];  // rows planes halves
-        UNROLL for (int r = 0; r < rows; r++) {
+        const int whole = bits == 8 && rows == 1 && planes == 2;
+        if (whole) dot_tile(part[0], codes, codes + ahead, w->q + g * GROUP, w->q + size + g * GROUP);
+        UNROLL for (int r = 0; r < rows && !whole; r++) {
             const int32x4_t begin = vdupq_n_s32(w->zero[r * groups + g]);
             UNROLL for (int p = 0; p < 4; p++) UNROLL for (int k = 0; k < planes; k++) part[r][p][k] = begin;
             UNROLL for (int k = 0; k < planes; k++) UNROLL for (int h = 0; h < 2; h++)
                 x[r][k][h] = vld1q_s8(w->q + (r * planes + k) * size + g * GROUP + h * 16);
         }
-        UNROLL for (int s = 0; s < bits; s++) {
+        UNROLL for (int s = 0; s < bits && !whole; s++) {
             __builtin_prefetch(codes + ahead + s * STEP);
             UNROLL for (int p = 0; p < 4; p++) {
                 const uint8x16_t c = vld1q_u8(codes + s * STEP + p * 16);
@@ -133,7 +166,6 @@ INLINE void unpack(const Rounded *w, i64 tile, i64 first, i64 last, int bits, in
     const uint16_t *scales = (const uint16_t *)w->call.scales + (tile * w->groups + first) * TILE;
     for (i64 g = 0; g < last - first; g++, codes += GROUP * TILE * bits / 8, scales += TILE) {
         UNROLL for (int s = 0; s < bits; s++) {
-            __builtin_prefetch(codes + AHEAD + s * STEP);
             UNROLL for (int p = 0; p < 4; p++) {
                 const uint8x16_t c = vld1q_u8(codes + s * STEP + p * 16);
                 int8_t *to = panel->code[at][p / 2][g][s] + p % 2 * 16;
@@ -150,16 +182,14 @@ INLINE void unpack(const Rounded *w, i64 tile, i64 first, i64 last, int bits, in
     }
 }
 
-// part_vp = BEGIN + code_p x_v for four vectors v of x, `stride` apart, and a group of half a tile. It is in assembly
-// because compilers copy sums from register to register, and begin them with copies: each takes the place of a product.
-// Loads do not.
+// part_vp = BEGIN + code_p x_v for four vectors v of x, `stride` apart, and a group of half a tile, in assembly as
+// dot_tile is.
 #define DOTS(low, high, x, four)                                                                             \
     "sdot %0.4s, " low ".16b, " x "0.4b[" four "]\n sdot %1.4s, " high ".16b, " x "0.4b[" four "]\n"         \
     "sdot %2.4s, " low ".16b, " x "1.4b[" four "]\n sdot %3.4s, " high ".16b, " x "1.4b[" four "]\n"         \
     "sdot %4.4s, " low ".16b, " x "2.4b[" four "]\n sdot %5.4s, " high ".16b, " x "2.4b[" four "]\n"         \
     "sdot %6.4s, " low ".16b, " x "3.4b[" four "]\n sdot %7.4s, " high ".16b, " x "3.4b[" four "]\n"
 INLINE void dot_group(int32x4_t part[TOGETHER][2], const int8_t *code, const int8_t *x, i64 stride) {
-    static const int32_t begin[8] = {BEGIN, BEGIN, BEGIN, BEGIN, BEGIN, BEGIN, BEGIN, BEGIN};
     const int8_t *second = x + stride, *third = x + 2 * stride, *fourth = x + 3 * stride;
     __asm__ volatile(
         "ldp q24, q25, [%8]\n ldp q10, q20, [%9]\n ldp %q0, %q1, [%13]\n ldp q11, q21, [%10]\n"
@@ -172,13 +202,14 @@ INLINE void dot_group(int32x4_t part[TOGETHER][2], const int8_t *code, const int
         DOTS("v24", "v25", "v2", "2") DOTS("v26", "v27", "v2", "3")
         : "=&w"(part[0][0]), "=&w"(part[0][1]), "=&w"(part[1][0]), "=&w"(part[1][1]), "=&w"(part[2][0]),
           "=&w"(part[2][1]), "=&w"(part[3][0]), "=&w"(part[3][1])
-        : "r"(code), "r"(x), "r"(second), "r"(third), "r"(fourth), "r"(begin)
+        : "r"(code), "r"(x), "r"(second), "r"(third), "r"(fourth), "r"(begins)
         : "memory", "v10", "v11", "v12", "v13", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27");
 }
 
-// Adds the groups from `first` on of half a tile times `rows` rows of x to y.
+// Adds the groups from `first` on of half a tile times `rows` rows of x to y. Meanwhile codes come from memory: `lines`
+// of them from `next` on with every group.
 INLINE void multiply_block(const Rounded *w, i64 column, i64 row, i64 first, i64 last, const int8_t *code,
-                           const float *scale, int rows, int planes) {
+                           const float *scale, const uint8_t *next, int lines, int rows, int planes) {
     const i64 groups = w->groups, size = w->call.size, out = w->call.out, n = least(8, out - column);
     const int8_t *q = w->q + row * planes * size + first * GROUP;
     const float *own = w->scale + row * groups + first;
@@ -196,6 +227,7 @@ INLINE void multiply_block(const Rounded *w, i64 column, i64 row, i64 first, i64
     }
     for (i64 g = first; g < last; g++, code += 8 * 32, scale += 8, q += GROUP, own++) {
         int32x4_t part[TOGETHER][2];
+        UNROLL for (int line = 0; line < lines; line++, next += STEP) __builtin_prefetch(next, 0, 2);
         if (rows * planes == TOGETHER) {
             dot_group(part, code, q, size);
         } else {
@@ -226,22 +258,29 @@ INLINE void multiply_block(const Rounded *w, i64 column, i64 row, i64 first, i64
 }
 
 INLINE void multiply_many(const Rounded *w, i64 tile, i64 tiles, int bits, int planes) {
-    const i64 rows = w->call.rows, block = TOGETHER / planes;
+    const i64 rows = w->call.rows, block = TOGETHER / planes, tile_bytes = w->groups * GROUP * TILE * bits / 8;
+    const int lines = bits == 8 && planes == 1 ? 2 : 1;  // with eight rows, all codes of the next panel
+    const int fetched = rows <= MOST_FETCHED;
     Panel panel;
     for (i64 first = 0; first < w->groups; first += SPAN) {
         const i64 last = least(first + SPAN, w->groups);
+        const i64 ahead = (last < w->groups ? last : PANEL * w->groups) * (tile_bytes / w->groups);
         for (int t = 0; t < tiles; t++) unpack(w, tile + t, first, last, bits, t, &panel);
         for (i64 row = 0; row < rows; row += block)
             for (int half = 0; half < 2 * tiles; half++) {
-                const i64 column = tile * TILE + half * 8;
+                const i64 column = tile * TILE + half * 8, part = row / block * 2 + half % 2;
                 const int8_t *code = panel.code[half / 2][half % 2][0][0];
                 const float *scale = panel.scale[half / 2][half % 2][0];
+                const uint8_t *next = w->call.codes + (tile + half / 2) * tile_bytes + ahead;
+                next += least(part, 8) * SPAN * STEP * lines;
                 if (column >= w->call.out) break;
-                if (rows - row >= block)
-                    multiply_block(w, column, row, first, last, code, scale, TOGETHER / planes, planes);
+                if (rows - row >= block && fetched)
+                    multiply_block(w, column, row, first, last, code, scale, next, lines, TOGETHER / planes, planes);
+                else if (rows - row >= block)
+                    multiply_block(w, column, row, first, last, code, scale, next, 0, TOGETHER / planes, planes);
                 else
                     for (i64 r = row; r < rows; r++)
-                        multiply_block(w, column, r, first, last, code, scale, 1, planes);
+                        multiply_block(w, column, r, first, last, code, scale, next, 0, 1, planes);
             }
     }
 }
