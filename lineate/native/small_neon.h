@@ -257,6 +257,14 @@ INLINE void multiply_block(const Rounded *w, i64 column, i64 row, i64 first, i64
     }
 }
 
+// Tiles of a unit. A few rows take longer runs of codes, up to a 32nd of all: what is fetched ahead of a run's first
+// codes is not.
+INLINE i64 unit_tiles(const Small *a) {
+    const i64 share = blocks(a->out, TILE) / 32;
+    if (a->rows > FEW) return a->rows > MOST_FETCHED ? PANEL : 1;
+    return share > 8 ? 8 : share > 1 ? share : 1;
+}
+
 INLINE void multiply_many(const Rounded *w, i64 tile, i64 tiles, int bits, int planes) {
     const i64 rows = w->call.rows, block = TOGETHER / planes, tile_bytes = w->groups * GROUP * TILE * bits / 8;
     const int lines = bits == 8 && planes == 1 ? 2 : 1;  // with eight rows, all codes of the next panel
@@ -264,7 +272,7 @@ INLINE void multiply_many(const Rounded *w, i64 tile, i64 tiles, int bits, int p
     Panel panel;
     for (i64 first = 0; first < w->groups; first += SPAN) {
         const i64 last = least(first + SPAN, w->groups);
-        const i64 ahead = (last < w->groups ? last : PANEL * w->groups) * (tile_bytes / w->groups);
+        const i64 ahead = (last < w->groups ? last : unit_tiles(&w->call) * w->groups) * (tile_bytes / w->groups);
         for (int t = 0; t < tiles; t++) unpack(w, tile + t, first, last, bits, t, &panel);
         for (i64 row = 0; row < rows; row += block)
             for (int half = 0; half < 2 * tiles; half++) {
@@ -283,12 +291,6 @@ INLINE void multiply_many(const Rounded *w, i64 tile, i64 tiles, int bits, int p
                         multiply_block(w, column, r, first, last, code, scale, next, 0, 1, planes);
             }
     }
-}
-
-// A few rows take longer runs of codes, up to a 32nd of all: what is fetched ahead of a run's first codes is not.
-INLINE i64 unit_tiles(const Small *a) {
-    const i64 share = blocks(a->out, TILE) / 32;
-    return a->rows > FEW ? PANEL : share > 8 ? 8 : share > 1 ? share : 1;
 }
 
 INLINE void multiply_unit(const Rounded *w, i64 unit, int bits, int planes) {
