@@ -303,7 +303,7 @@ def adjusted(
 
 def _likeliest(logits: Tensor, allowed: Tensor | None) -> Tensor:
     """Return the first of the highest logits of each row; raise if allowed leaves a row no token."""
-    tokens = logits.argmax(-1)
+    tokens = logits.max(-1).indices if logits.is_cpu else logits.argmax(-1)  # the same; faster on a CPU
     if allowed is not None and bool((logits.gather(-1, tokens[:, None]) == -torch.inf).any()):
         raise ValueError("allowed must leave every row at least one token with a finite logit, got none in some row")
     return tokens
