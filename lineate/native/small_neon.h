@@ -13,7 +13,7 @@ enum { FEW = 3, AHEAD = 12288 };  // rows that read codes from memory; bytes of 
 enum { AHEAD_FAST = 1024 };      // the same where one row is multiplied as fast as memory is read
 enum { SPAN = 32, PANEL = 2 };   // groups and tiles that stay in the cache while all rows pass
 enum { TOGETHER = 4 };           // planes of rows whose sums are kept in registers
-enum { MOST_FETCHED = 32 };      // rows that wait for codes of the next panel, unless those are fetched meanwhile
+enum { MOST_FETCHED = 32 };      // rows that wait for 8-bit codes of the next panel, unless they are fetched meanwhile
 
 INLINE int32x4_t dot_four(int32x4_t sum, int8x16_t codes, int8x16_t x, int four) {
     switch (four) {
@@ -166,6 +166,7 @@ INLINE void unpack(const Rounded *w, i64 tile, i64 first, i64 last, int bits, in
     const uint16_t *scales = (const uint16_t *)w->call.scales + (tile * w->groups + first) * TILE;
     for (i64 g = 0; g < last - first; g++, codes += GROUP * TILE * bits / 8, scales += TILE) {
         UNROLL for (int s = 0; s < bits; s++) {
+            if (bits == 4) __builtin_prefetch(codes + AHEAD + s * STEP);
             UNROLL for (int p = 0; p < 4; p++) {
                 const uint8x16_t c = vld1q_u8(codes + s * STEP + p * 16);
                 int8_t *to = panel->code[at][p / 2][g][s] + p % 2 * 16;
@@ -261,14 +262,14 @@ INLINE void multiply_block(const Rounded *w, i64 column, i64 row, i64 first, i64
 // codes is not.
 INLINE i64 unit_tiles(const Small *a) {
     const i64 share = blocks(a->out, TILE) / 32;
-    if (a->rows > FEW) return a->rows > MOST_FETCHED ? PANEL : 1;
+    if (a->rows > FEW) return a->rows > MOST_FETCHED || a->bits == 4 ? PANEL : 1;
     return share > 8 ? 8 : share > 1 ? share : 1;
 }
 
 INLINE void multiply_many(const Rounded *w, i64 tile, i64 tiles, int bits, int planes) {
     const i64 rows = w->call.rows, block = TOGETHER / planes, tile_bytes = w->groups * GROUP * TILE * bits / 8;
-    const int lines = bits == 8 && planes == 1 ? 2 : 1;  // with eight rows, all codes of the next panel
-    const int fetched = rows <= MOST_FETCHED;
+    const int lines = planes == 1 ? 2 : 1;  // with eight rows, all codes of the next panel
+    const int fetched = rows <= MOST_FETCHED && bits == 8;
     Panel panel;
     for (i64 first = 0; first < w->groups; first += SPAN) {
         const i64 last = least(first + SPAN, w->groups);
