@@ -70,6 +70,7 @@ def run_serve(asked: ServeArguments) -> None:
     from lineate.generation.job import join_job, working
 
     try:
+        _check_tensor(asked)
         flags = {name: value for name, value in asdict(asked).items() if name not in OF_RANK_0}
         flags["cache_folder"] = asked.cache_folder is not None
         job = join_job(asked.tensor, asked.device, asked.folder, flags)
@@ -179,6 +180,16 @@ def _server(asked: ServeArguments, app: "Starlette", port: int) -> "DrainingServ
     return DrainingServer(app, config)
 
 
+def _check_tensor(asked: ServeArguments) -> None:
+    """Raise if several processes are to share each of several replicas; checked before anything says to start them."""
+    if asked.replicas is not None and asked.tensor > 1:
+        raise ValueError(
+            f"--tensor must be 1 with --replicas, got {asked.tensor}; a replica is one process. Start one "
+            f"torchrun --nproc-per-node {asked.tensor} ... serve --tensor {asked.tensor} without --replicas for each "
+            "replica, behind a load balancer of your own"
+        )
+
+
 def _replica_options(asked: ServeArguments) -> "ReplicaOptions | None":
     """Return what the options say about replicas; None if one engine in this process serves."""
     from lineate.integrations.ray.options import ReplicaOptions
@@ -191,8 +202,6 @@ def _replica_options(asked: ServeArguments) -> "ReplicaOptions | None":
         if found := [f"{flag} {value}" for flag, value in given.items() if value is not None]:
             raise ValueError(f"--replicas must be given with {found[0]}, got none; add --replicas 2, for example")
         return None
-    if asked.tensor > 1:
-        raise ValueError(f"--tensor must be 1 with --replicas, got {asked.tensor}; a replica is one process")
     if asked.target_queue is not None and asked.max_replicas is None:
         least = asked.replicas + 1
         raise ValueError(f"--max-replicas must be given with --target-queue, got none; add --max-replicas {least}")

@@ -118,8 +118,8 @@ REFUSED = {
         "--max-replicas must be at least --replicas, 3, got 2",
     ),
     "replicas of several processes": (
-        ["--replicas", "2", "--tensor", "2"],
-        "--tensor",
+        ["--replicas", "2", "--tensor", "4"],
+        "--tensor must be 1 with --replicas, got 4; a replica is one process. Start one torchrun --nproc-per-node 4",
     ),
     "no replicas": (["--replicas", "0"], "Invalid value for '--replicas'"),
     "an imbalance below 0": (["--replicas", "2", "--imbalance", "-1"], "Invalid value for '--imbalance'"),
