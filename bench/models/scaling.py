@@ -25,6 +25,7 @@ from bench.models.scaling_kernels import (
 )
 from lineate.layers import kind_of
 from lineate.layers.balance import ENOUGH
+from lineate.models.sharding import tensor_sizes
 from lineate.planning import (
     HARDWARE,
     Hardware,
@@ -44,7 +45,6 @@ from lineate.planning import (
     training_received,
 )
 from lineate.planning.memory import empty_of
-from lineate.planning.split import tensor_sizes
 
 FILLED = 0.9
 """The part of a device's memory that may be used; the rest is for buffers that are not counted."""

@@ -98,9 +98,8 @@ def share_out(name: str, count: int, ranks: int, *, several: bool = False) -> in
         return count // ranks
     if several and ranks % count == 0:
         return 1
-    fits = [n for n in range(1, ranks) if count % n == 0]
     or_fewer = ", or be a multiple of it" if several else ""
-    raise ValueError(f"tensor must divide {name} = {count}{or_fewer}, got {ranks}; use {fits[-1] if fits else 1} ranks")
+    raise ValueError(f"tensor must divide {name} = {count}{or_fewer}, got {ranks}")
 
 
 def linear_cuts(name: str, linear: nn.Linear, dim: int, parts: tuple[Part, ...]) -> dict[str, Cut]:

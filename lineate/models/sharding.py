@@ -28,8 +28,12 @@ from lineate.models.memoryless import without_memory
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
+TRIED_SIZES = 4096
+"""The message about a number of ranks that cannot share a model names one of at most so many that can."""
+
+
 def rank_config(config: HybridConfig, ranks: int, rank: int = 0) -> HybridConfig:
-    """Return the configuration of one rank's share of a model; raise if it cannot be shared out.
+    """Return the configuration of one rank's share of a model; if it cannot be shared out, say how many ranks can.
 
     Args:
         config: of the whole model.
@@ -38,6 +42,33 @@ def rank_config(config: HybridConfig, ranks: int, rank: int = 0) -> HybridConfig
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"tensor must be a number of ranks, at least 1, got {ranks!r}")
+    try:
+        return divide_config(config, ranks, rank)
+    except ValueError as error:
+        fewer = tensor_sizes(config, min(ranks, TRIED_SIZES))[-1]  # all parts can be shared out, not this one alone
+        raise ValueError(f"{error}; use {fewer} rank{'s' if fewer > 1 else ''}") from None
+
+
+def tensor_sizes(config: HybridConfig, most: int) -> list[int]:
+    """Return the numbers of ranks, up to `most`, that can share a model; 1 is always the first."""
+    return [ranks for ranks in range(1, most + 1) if _divides(config, ranks)]
+
+
+def _divides(config: HybridConfig, ranks: int) -> bool:
+    try:
+        return divide_config(config, ranks) is not None
+    except ValueError:
+        return False
+
+
+def divide_config(config: HybridConfig, ranks: int, rank: int = 0) -> HybridConfig:
+    """Return the configuration of one rank's share, as rank_config does; an error only says what does not divide.
+
+    Args:
+        config: of the whole model.
+        ranks: how many ranks share it, at least 1.
+        rank: whose.
+    """
     if ranks == 1:
         return config
     changed: dict[str, Any] = {}
@@ -65,7 +96,7 @@ def _divided(kind: MixerKind, config: Any, ranks: int) -> Any:
     if kind.shard is None:
         raise ValueError(
             f"tensor must be 1 for {kind.label} (letter {kind.letter}), which does not say how it is shared out, got "
-            f"{ranks}; give its MixerKind a shard"
+            f"{ranks} (a shard of its MixerKind would say it)"
         )
     try:
         return kind.shard.divide(config, ranks)
@@ -76,7 +107,7 @@ def _divided(kind: MixerKind, config: Any, ranks: int) -> Any:
 def vocabulary_range(vocab: int, rank: int, ranks: int) -> tuple[int, int]:
     """Return the first and the last + 1 token of a rank; the last rank may have fewer than the others."""
     if vocab < ranks:
-        raise ValueError(f"tensor must be at most vocab_size = {vocab}, got {ranks}; use fewer ranks")
+        raise ValueError(f"tensor must be at most vocab_size = {vocab}, got {ranks}")
     step = -(-vocab // ranks)
     if step * (ranks - 1) >= vocab:
         step = vocab // ranks  # the last rank has more

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from lineate.layers.context import check_splits
 from lineate.models.config import HybridConfig
-from lineate.models.sharding import rank_config
+from lineate.models.sharding import divide_config, tensor_sizes
 from lineate.planning.memory import empty_of
 from lineate.planning.models import WHOLE, Model, Split, check_size
 
@@ -46,25 +46,14 @@ def split_model(model: Model, tensor: int = 1, context: int = 1, replicas: int =
     return replace(model, name=name, config=_rank_config(model.config, tensor), whole=model.config)
 
 
-def tensor_sizes(config: HybridConfig, most: int = TRIED_SIZES) -> list[int]:
-    """Return the numbers of tensor ranks, up to `most`, over which a model can be divided."""
-    return [ranks for ranks in range(1, most + 1) if _divides(config, ranks)]
-
-
 def _rank_config(config: HybridConfig, tensor: int) -> HybridConfig:
     """Return the sizes of the rank that has the most tokens of the vocabulary, which need not divide."""
     try:
-        return max((rank_config(config, tensor, rank) for rank in (0, tensor - 1)), key=lambda x: x.vocab_size)
+        return max((divide_config(config, tensor, rank) for rank in (0, tensor - 1)), key=lambda x: x.vocab_size)
     except ValueError as error:
-        sizes = ", ".join(map(str, tensor_sizes(config)))
-        raise ValueError(f"tensor must be one of {sizes} for this model, got {tensor}: {error}") from None
-
-
-def _divides(config: HybridConfig, ranks: int) -> bool:
-    try:
-        return rank_config(config, ranks) is not None
-    except ValueError:
-        return False
+        sizes = tensor_sizes(config, TRIED_SIZES)
+        wanted = "1" if sizes == [1] else "one of " + ", ".join(map(str, sizes))
+        raise ValueError(f"tensor must be {wanted} for this model, got {tensor}: {error}") from None
 
 
 def _check_context(config: HybridConfig, context: int) -> None:

@@ -35,11 +35,13 @@ from lineate.models import (
     MambaConfig,
     MemoryConfig,
 )
+from lineate.models.presets import PRESETS
 from lineate.models.sharding import (
     model_ranges,
     rank_config,
     share_out_model,
     sum_shared_gradients,
+    tensor_sizes,
     whole_model,
     whole_state,
 )
@@ -265,9 +267,8 @@ def test_a_mixer_that_does_not_say_how_it_is_shared_out_is_refused() -> None:
     with temporary_rows():
         register(replace(MEAN, shard=None))
         config = replace(BASE, pattern="ZA", mixers={"mean_of_values": MeanConfig(4, 5)})
-        with pytest.raises(
-            ValueError, match=r"mean of values \(letter Z\), which does not say how it is shared out, got 2"
-        ):
+        says = r"mean of values \(letter Z\), which does not say how it is shared out, got 2 .*; use 1 rank$"
+        with pytest.raises(ValueError, match=says):
             rank_config(config, 2)
         with pytest.raises(TypeError, match=r"shard must be Shard\(divide, cuts\) or None, got 3"):
             register(replace(MEAN, letter="X", name="other", shard=3))  # type: ignore[arg-type]
@@ -445,9 +446,10 @@ def test_a_saved_model_is_trained_by_ranks_as_by_one_process(tmp_path: Path) -> 
     [
         ({}, 3, "Gated DeltaNet .letter G.: tensor must divide the key heads = 4, got 3; use 2 ranks"),
         ({"pattern": "M"}, 8, "latent attention .letter M.: tensor must divide the heads = 4, got 8; use 4 ranks"),
-        ({"feed": FeedConfig(18)}, 4, "tensor must divide feed.size = 18, got 4; use 3 ranks"),
-        ({"experts": ExpertsConfig(4, 2, 6)}, 4, "tensor must divide experts.size = 6, got 4; use 3 ranks"),
-        ({"vocab_size": 3}, 4, "tensor must be at most vocab_size = 3, got 4"),
+        ({"feed": FeedConfig(18)}, 4, "tensor must divide feed.size = 18, got 4; use 2 ranks"),
+        ({"experts": ExpertsConfig(4, 2, 6)}, 4, "tensor must divide experts.size = 6, got 4; use 2 ranks"),
+        ({"pattern": "A", "feed": FeedConfig(9)}, 4, "tensor must divide feed.size = 9, got 4; use 1 rank$"),
+        ({"vocab_size": 3}, 4, "tensor must be at most vocab_size = 3, got 4; use 2 ranks"),
         ({}, 0, "tensor must be a number of ranks, at least 1, got 0"),
         ({}, True, "tensor must be a number of ranks, at least 1, got True"),
     ],
@@ -455,6 +457,21 @@ def test_a_saved_model_is_trained_by_ranks_as_by_one_process(tmp_path: Path) -> 
 def test_what_does_not_divide_is_refused(changed: dict[str, Any], ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rank_config(replace(BASE, **changed), ranks)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_number_of_ranks_that_is_advised_can_share_the_model(name: str) -> None:
+    config = PRESETS[name]()
+    sizes = tensor_sizes(config, 64)
+    assert sizes[0] == 1
+    for ranks in (3, 5, 6, 8, 64):
+        if ranks in sizes:
+            continue
+        with pytest.raises(ValueError, match=r"got \d+; use \d+ ranks?$") as refused:
+            rank_config(config, ranks)
+        advised = int(str(refused.value).split()[-2])
+        assert advised == max(n for n in sizes if n < ranks)
+        assert rank_config(config, advised).n_layers == config.n_layers
 
 
 def test_every_letter_can_be_shared_out() -> None:

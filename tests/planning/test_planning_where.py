@@ -171,6 +171,7 @@ def test_what_fits_on_a_machine_of_ones_own() -> None:
 
 BAD = {
     "heads": (["qwen3-next-80b", "--tensor", 3], "--tensor must be one of 1, 2, 4, 8, 16 for this model, got 3: "),
+    "heads and channels": (["large", "--tensor", 8], "--tensor must be 1 for this model, got 8: "),
     "no rank": (["tiny", "--tensor", 0], "--tensor must be a whole number of at least 1, got 0"),
     "context": (["tiny", "--context-ranks", -1], "--context-ranks must be a whole number of at least 1, got -1"),
     "learning": (["tiny", "--pattern", "TA", "--context-ranks", 2], "--context-ranks must be 1 for this model, got 2"),
