@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,10 @@ import pytest
 from bench.models.scaling import Cluster, ServingStep, TrainingStep, best_serving, best_training, tables
 from bench.models.scaling_kernels import Kernels, RuleTime, arithmetic, measured, served_steps, slower, trained_steps
 from bench.models.scaling_ranks import CONFIG, compare, fit, gloo_table, planned
-from lineate.models.presets import preset
+from lineate.models.presets import PRESETS, preset
+from lineate.models.sharding import rank_config, tensor_sizes
 from lineate.planning import HARDWARE, Split, plan_flops, plan_memory, plan_training, read_model, split_model
+from lineate.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 KERNELS = Kernels(1e15, 5e14, 4e12, 1e-5, (RuleTime("kda", "forward", 4, 1e-9), RuleTime("kda", "forward", 100, 2e-9),
@@ -34,6 +38,28 @@ def test_the_document_has_the_measured_table() -> None:
         for r in x["rows"]:
             assert (r["received_bytes"], r["calls"]) == (r["planned_bytes"], r["planned_calls"])
             assert (wanted[r["what"]].total, wanted[r["what"]].calls) == (r["planned_bytes"], r["planned_calls"])
+
+
+def test_the_document_has_the_numbers_of_ranks_that_can_share_the_presets() -> None:
+    sharing: dict[str, list[str]] = {}
+    for name in PRESETS:
+        sharing.setdefault(", ".join(map(str, tensor_sizes(preset(name), 256))), []).append(f"`{name}`")
+    rows = [f"| {sizes} | {', '.join(names)} |" for sizes, names in sorted(sharing.items())]
+    assert "\n".join(["| tensor ranks | presets |", "|---|---|", *rows]) in page()
+
+
+def test_the_commands_that_train_on_many_ranks_are_accepted() -> None:
+    found = re.findall(r"^torchrun (.*) -m lineate.cli train (.*?)(?:#.*)?$", page().replace("\\\n", ""), re.MULTILINE)
+    assert len(found) >= 6
+    for started, trained in found:
+        launch, options = (dict(zip(x[::2], x[1::2], strict=True)) for x in (started.split(), trained.split()))
+        types = {f"--{x.name}": type(x.default) for x in fields(TrainConfig)}
+        given = {flag[2:]: types[flag](value) for flag, value in options.items()}
+        config = TrainConfig(**given)
+        ranks, shared = int(launch["--nproc-per-node"]) * int(launch.get("--nnodes", 1)), config.tensor * config.context
+        assert ranks % shared == 0 and config.rows % (ranks // shared * config.accumulate) == 0, trained
+        assert rank_config(preset(config.model), config.tensor)
+        assert config.tensor == 1 or config.optimizer == "adamw"
 
 
 def test_kernel_times_are_those_of_the_results() -> None:
