@@ -191,6 +191,12 @@ def check_raw_gates(inputs: Inputs, beta_scale: float, lower_bound: float | None
     """
     q, v, gate, write = inputs.q, inputs.v, inputs.log_decay, inputs.beta
     b, t, hv, key_dim = *v.shape[:3], q.shape[3]
+    for name, instead, raw in (("gate", "log_decay", gate), ("write", "beta", write)):
+        if raw is None and raw_gates in (True, instead):
+            raise TypeError(
+                f"{name} must be a torch.Tensor, got NoneType; log_decay= can be given instead of gate, and beta= "
+                "instead of write"
+            )
     if raw_gates in (True, "log_decay"):
         _check_raw("gate", gate, q, {"(b, t, hv)": (b, t, hv), "(b, t, hv, k)": (b, t, hv, key_dim)})
         assert gate is not None
@@ -388,8 +394,9 @@ def check_choice(name: str, choice: str, allowed: Sequence[str]) -> None:
 
 
 def _decay_remedy(rule: Rule, log_decay: Tensor, shapes: dict[str, tuple[int, ...]]) -> str:
-    if log_decay.dim() == 1 and "head" in rule.decays:
-        return f"; a constant decay of each head has shape (hv,) = ({shapes['head'][2]},)"
+    if log_decay.dim() == 1:
+        constant = f"a constant decay of each head has shape (hv,) = ({shapes['head'][2]},)"
+        return f"; {constant}" if "head" in rule.decays else f"; {constant}, and is for gated_delta_rule"
     if rule.decays == ("head",) and tuple(log_decay.shape) == shapes["channel"]:
         return "; for a decay per key channel use kimi_delta_attention"
     if rule.decays == ("channel",) and tuple(log_decay.shape) == shapes["head"]:

@@ -166,7 +166,8 @@ CALLS: list[tuple[str, Op, Arguments, type[Exception], str]] = [
      "log_decay must have shape (b, t, hv) = (2, 6, 4) or (b, t, hv, k) = (2, 6, 4, 3), got (2,); "
      "a constant decay of each head has shape (hv,) = (4,)"),
     ("a constant log_decay to kimi_delta_attention", KIMI_DELTA.op, arguments(KIMI_DELTA, log_decay=zeros(4)),
-     ValueError, "log_decay must have shape (b, t, hv, k) = (2, 6, 4, 3), got (4,)"),
+     ValueError, "log_decay must have shape (b, t, hv, k) = (2, 6, 4, 3), got (4,); "
+     "a constant decay of each head has shape (hv,) = (4,), and is for gated_delta_rule"),
     ("log_decay positive", GATED_DELTA.op, arguments(log_decay=zeros(2, 6, 4) + 0.25), ValueError,
      "log_decay must be <= 0 (natural log of a decay in [0, 1]), got a maximum of 0.25; "
      "pass log(decay), or -exp(A_log) * softplus(x)"),
@@ -252,7 +253,6 @@ CALLS: list[tuple[str, Op, Arguments, type[Exception], str]] = [
     ("state without the key sum", lineate.linear_attention, arguments(LINEAR, normalize=True), ValueError,
      "state must have shape (b, hv, k, v) = (2, 4, 3, 6), got (2, 4, 3, 5)"),
     # raw gates
-    ("raw gate None", lineate.fused_delta_rule, raw(gate=None), TypeError, "gate must be a torch.Tensor, got NoneType"),
     ("raw gate int", lineate.fused_delta_rule, raw(gate=zeros(2, 6, 4, dtype=torch.int32)), ValueError,
      "gate must be float64, float32, bfloat16 or float16, got int32; convert it with .float()"),
     ("raw gate per key head", lineate.fused_delta_rule, raw(gate=zeros(2, 6, 2)), ValueError,
@@ -263,7 +263,6 @@ CALLS: list[tuple[str, Op, Arguments, type[Exception], str]] = [
      "gate must be float64, float32, bfloat16 or float16, got float8_e5m2; convert it with .float()"),
     ("raw gate elsewhere", lineate.fused_delta_rule, raw(gate=zeros(2, 6, 4, device=META)), ValueError,
      "gate must be on the device of q, cpu, got meta; move it with .to(q.device)"),
-    ("write None", lineate.fused_delta_rule, raw(write=None), TypeError, "write must be a torch.Tensor, got NoneType"),
     ("write bool", lineate.fused_delta_rule, raw(write=zeros(2, 6, 4, dtype=torch.bool)), ValueError,
      "write must be float64, float32, bfloat16 or float16, got bool; convert it with .float()"),
     ("write per key head", lineate.fused_delta_rule, raw(write=zeros(2, 6, 2)), ValueError,

@@ -116,3 +116,19 @@ def test_wrong_gates(changes, kind, message):
     with pytest.raises(kind) as raised:
         lineate.decay_gate(**{"gate": zeros(2, 6, 4), "A_log": zeros(4), "dt_bias": zeros(4), **changes})
     assert str(raised.value) == message
+
+
+def test_missing_gates_name_what_can_be_given_instead():
+    q, k, v = (torch.zeros(SHAPE.b, SHAPE.t, h, n) for h, n in ((2, 3), (2, 3), (4, 5)))
+    gate = zeros(2, 6, 4)
+    instead = "log_decay= can be given instead of gate, and beta= instead of write"
+    calls = [
+        ("gate", {}),
+        ("gate", {"write": gate, "A_log": zeros(4)}),
+        ("gate", {"beta": gate}),
+        ("write", {"gate": gate, "A_log": zeros(4)}),
+        ("write", {"log_decay": gate}),
+    ]
+    for name, given in calls:
+        with pytest.raises(TypeError, match=f"^{name} must be a torch.Tensor, got NoneType; {instead}$"):
+            lineate.fused_delta_rule(q, k, v, **given)
