@@ -258,7 +258,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("delta_net", {"qk_norm": "sum"}, "qk_norm = 'l2', got 'sum'"),
     ("delta_net", {"qk_activation": "relu"}, "qk_activation = 'silu', got 'relu'"),
     ("delta_net", {"num_heads": 7}, "num_heads that divides 24 and 48 channels, got 7"),
-    ("gla", {"num_kv_heads": 1}, "num_kv_heads = num_heads = 3, got fewer"),
+    ("gla", {"num_kv_heads": 1}, "num_kv_heads = num_heads = 3, got 1; keys shared"),
     ("gla", {"feature_map": "relu"}, "feature_map = None, got 'relu'"),
     ("gla", {"clamp_min": -2.0}, "clamp_min = None, got -2.0"),
     ("gla", {"num_heads": "3"}, "must have a number in num_heads, got '3'"),

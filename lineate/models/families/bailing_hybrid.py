@@ -29,8 +29,8 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
     v.must_be("q_lora_rank", None, "low-rank queries are not supported")
     v.must_be("attention_bias", False, "biases are not supported")
     heads, n_layers = v.number("num_attention_heads"), v.layers()
-    if v.number("num_key_value_heads", default=heads) != heads:
-        raise v.error(f"must have num_key_value_heads = num_attention_heads = {heads}, got fewer")
+    if (narrow := v.number("num_key_value_heads", default=heads)) != heads:
+        raise v.error(f"must have num_key_value_heads = num_attention_heads = {heads}, got {narrow}")
     eps = v.number("rms_norm_eps", default=1e-6, kind=float)
     letters, dense = _letters(v, n_layers), dense_layers(v, n_layers)
     experts = sigmoid_experts(v, scale=2.5) if len(dense) < n_layers else None

@@ -117,9 +117,9 @@ def _expanded(v: Values, hidden: int, eps: float) -> LinearConfig:
         v.must_be("qk_activation", "silu", "no other activation is supported")
         v.must_be("qk_norm", "l2", "no other norm of q and k is supported")
     heads = v.number("num_heads")
-    if v.number("num_kv_heads", default=heads) != heads:
+    if (narrow := v.number("num_kv_heads", default=heads)) != heads:
         raise v.error(
-            f"must have num_kv_heads = num_heads = {heads}, got fewer; keys shared by queries are not supported"
+            f"must have num_kv_heads = num_heads = {heads}, got {narrow}; keys shared by queries are not supported"
         )
     keys, values = _whole(v, hidden, "expand_k", 0.5 if gla else 1.0), _whole(v, hidden, "expand_v", 1.0)
     if keys % heads or values % heads:

@@ -23,8 +23,8 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
     v.must_be("moe_router_activation_func", "sigmoid", "no other scores are supported")
     v.must_be("moe_layer_freq", 1, "experts in some layers only are given by first_k_dense_replace")
     heads, n_layers = v.number("num_attention_heads"), v.layers()
-    if v.number("num_key_value_heads", default=heads) != heads:
-        raise v.error(f"must have num_key_value_heads = num_attention_heads = {heads}, got fewer")
+    if (narrow := v.number("num_key_value_heads", default=heads)) != heads:
+        raise v.error(f"must have num_key_value_heads = num_attention_heads = {heads}, got {narrow}")
     eps = v.number("rms_norm_eps", default=1e-5, kind=float)
     letters, dense = _letters(v, n_layers), dense_layers(v, n_layers)
     experts = sigmoid_experts(v, scale=2.446) if len(dense) < n_layers else None
