@@ -5,6 +5,7 @@ have `choices`, the values it takes, `least`, its smallest number, and `negative
 (lineate/models/fields.py reads them).
 """
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -70,7 +71,7 @@ class MambaConfig:
         norm_groups: groups of the inner channels that the output norm normalises apart from each other; 0, on one of
             several ranks: they are a part of one group.
         gate_first: whether the norm follows the output gate; otherwise the gate multiplies what was normalised.
-        step_least: smallest step dt.
+        step_least: smallest step dt, at least 0: with a step below 0 the memory would grow.
         step_most: largest step dt; None means no bound.
         norm_eps: epsilon of the output norm.
     """
@@ -97,7 +98,9 @@ class MambaConfig:
                 f"MambaConfig.norm_groups must divide heads x head_dim = {self.heads * self.head_dim}, got "
                 f"{self.norm_groups}"
             )
-        if self.step_most is not None and self.step_most < self.step_least:
+        if not 0 <= self.step_least < math.inf:
+            raise ValueError(f"MambaConfig.step_least must be finite and at least 0, got {self.step_least}")
+        if self.step_most is not None and not self.step_most >= self.step_least:
             raise ValueError(
                 f"MambaConfig.step_most must be at least step_least = {self.step_least}, got {self.step_most}"
             )

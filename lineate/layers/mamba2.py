@@ -86,7 +86,7 @@ class Mamba2(LinearMixer):
         norm_groups: groups of channels that the output norm normalises apart from each other; 0, on one of several
             ranks: they are a part of one group.
         gate_first: whether the norm follows the output gate; otherwise the gate multiplies what was normalised.
-        step_least: smallest step dt.
+        step_least: smallest step dt, at least 0: with a step below 0 the memory would grow.
         step_most: largest step dt; None means no bound.
         norm_eps: epsilon of the output norm.
     """

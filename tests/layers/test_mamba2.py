@@ -142,6 +142,9 @@ WRONG = [
     ({"groups": 4}, "heads must be a multiple of groups = 4, got 6"),
     ({"norm_groups": 7}, "norm_groups must divide heads x head_dim = 30, got 7"),
     ({"step_least": 0.2, "step_most": 0.1}, "step_most must be at least step_least = 0.2, got 0.1"),
+    ({"step_least": -1.0}, "step_least must be finite and at least 0, got -1.0"),
+    ({"step_least": float("nan")}, "step_least must be finite and at least 0, got nan"),
+    ({"step_most": float("nan")}, "step_most must be .*, got nan"),
 ]
 
 
