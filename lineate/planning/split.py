@@ -42,7 +42,7 @@ def split_model(model: Model, tensor: int = 1, context: int = 1, replicas: int =
     model = replace(model, split=Split(tensor, context, replicas))
     if tensor == 1:
         return model
-    name = f"{model.name}, one of {tensor} ranks"
+    name = f"{model.name}, one of {tensor} tensor ranks"
     return replace(model, name=name, config=_rank_config(model.config, tensor), whole=model.config)
 
 

@@ -370,7 +370,7 @@ def test_sizes_that_are_refused(sizes: dict[str, int], message: str) -> None:
 def test_memories_that_learn_have_whole_sequences() -> None:
     with pytest.raises(ValueError, match=r"context must be 1 for this model, got 2: .*TTTLinear"):
         split_model(read_model("small", pattern="TA"), context=2)
-    with pytest.raises(ValueError, match="model must be whole, got small, one of 2 ranks"):
+    with pytest.raises(ValueError, match="model must be whole, got small, one of 2 tensor ranks"):
         split_model(split_model(read_model("small"), tensor=2), tensor=2)
 
 

@@ -45,7 +45,7 @@ def test_numbers_of_a_rank_are_those_of_the_library() -> None:
     model = split_model(read_model("kimi-linear-48b"), 4, 2, 3)
     memory, whole = plan_memory(model), plan_memory(read_model("kimi-linear-48b"))
     assert got["weights"]["total_bytes"] == memory.weights and got["model"]["parameters"] == memory.parameters
-    assert got["model"]["name"] == "kimi-linear-48b, one of 4 ranks"
+    assert got["model"]["name"] == "kimi-linear-48b, one of 4 tensor ranks"
     ranks = got["ranks"]
     assert [ranks[key] for key in ("tensor", "context", "replicas", "ranks")] == [4, 2, 3, 24]
     assert (ranks["whole_parameters"], ranks["whole_weights_bytes"]) == (whole.parameters, whole.weights)
