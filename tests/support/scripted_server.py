@@ -15,6 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytest.importorskip("fastapi", reason="fastapi is not installed")  # whoever imports this module is skipped
+pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse

@@ -4,15 +4,8 @@ Every test also fails on an error in the console (a violation of the content sec
 and on a request that leaves the machine.
 """
 
-from importlib.util import find_spec
-
 import pytest
 from browser import Window, started
-
-if find_spec("uvicorn") is None:  # as on a machine that only runs the tests of kernels
-    collect_ignore_glob = ["test_*"]
-else:
-    from scripted_server import ScriptedServer
 
 
 @pytest.fixture(scope="module")  # two of them cannot run at the same time
@@ -23,6 +16,8 @@ def browser():
 
 @pytest.fixture(scope="package")
 def running():
+    from scripted_server import ScriptedServer  # here, so that tests are skipped where its packages are missing
+
     with ScriptedServer() as own:
         yield own
 
