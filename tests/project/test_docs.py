@@ -186,7 +186,7 @@ def _fla_weights(kind: str, h: int, hv: int, k: int, v: int, hidden: int) -> dic
     rates = hv if kind == "GatedDeltaNet" else hv * k
     return weights | {
         "o_norm.weight": torch.rand(v), "A_log": torch.randn(hv), "dt_bias": torch.randn(rates),
-        "g_proj.1.bias": torch.zeros(hv * v),
+        "g_proj.1.bias": torch.randn(hv * v),
     }  # fmt: skip
 
 
@@ -198,7 +198,8 @@ def test_weights_of_fla_load_as_from_fla_md_says(kind):
     for text in programs(ROOT / "docs/from-fla.md"):
         exec(compile(text, "from-fla.md", "exec"), names)
     h, hv, k, v = 2, 4, 16, 32
-    ours = getattr(layers, kind)(64, h, value_heads=hv, key_dim=k, value_dim=v, norm_eps=1e-5)
+    own = {"gate_bias": True} if kind == "KimiDeltaAttention" else {}
+    ours = getattr(layers, kind)(64, h, value_heads=hv, key_dim=k, value_dim=v, norm_eps=1e-5, **own)
     w, x = _fla_weights(kind, h, hv, k, v, 64), torch.randn(2, 30, 64)
     load = names["load_gated_delta_net" if kind == "GatedDeltaNet" else "load_kimi_delta_attention"]
     load(ours, w)
@@ -218,6 +219,7 @@ def test_weights_of_fla_load_as_from_fla_md_says(kind):
         log_decay = -w["A_log"].exp() * F.softplus(read("a") + w["dt_bias"])
         output, gate = lineate.gated_delta_rule(*heads, log_decay, beta, normalize_qk=True).output, F.silu(z)
     else:
+        z = z + w["g_proj.1.bias"].view(hv, v)
         raw = (read("f") + w["dt_bias"]).unflatten(-1, (hv, k))
         log_decay = -w["A_log"].exp()[:, None] * F.softplus(raw)
         output, gate = lineate.kimi_delta_attention(*heads, log_decay, beta, normalize_qk=True).output, z.sigmoid()
