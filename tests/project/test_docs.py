@@ -260,7 +260,7 @@ def test_output_gates_gate(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "shown"), re.findall(
-    r"^    \$ lineate (.*)\n((?:    .*\n|\n(?=    ))*)", (ROOT / "docs/planning.md").read_text(), re.MULTILINE
+    r"^    \$ lineate (.*)\n((?:    (?!\$ ).*\n|\n(?=    ))*)", (ROOT / "docs/planning.md").read_text(), re.MULTILINE
 ))  # fmt: skip
 def test_plans_print_what_is_shown(command, shown):
     run = subprocess.run(
