@@ -334,28 +334,6 @@ def test_steps_of_mamba_within_bounds(tmp_path):
     assert_close(model(tokens(1, 40)[:, 39:], state=out.state).logits, other(tokens(1, 40)).logits[:, 39:])
 
 
-def test_steps_of_nemotron_are_at_least_time_step_min(tmp_path):
-    """As in transformers, which does not read time_step_limit."""
-    other = build("nemotron_h", time_step_min=0.3, time_step_limit=(0.01, 0.5))
-    other.save_pretrained(tmp_path)
-    model = HybridLM.from_pretrained(tmp_path, progress=False)
-    assert (model.config.mamba.step_least, model.config.mamba.step_most) == (0.3, None)
-    assert_close(model(tokens(1, 40)).logits, other(tokens(1, 40)).logits)
-
-
-@pytest.mark.parametrize(("name", "key"), [
-    ("kimi_linear", "routed_scaling_factor"), ("bailing_hybrid", "routed_scaling_factor"),
-    ("nemotron_h", "routed_scaling_factor"), ("nemotron_h", "time_step_min"),
-])  # fmt: skip
-def test_a_number_that_a_config_leaves_out_is_that_of_transformers(folders, tmp_path, name, key):
-    folder = rewrite(folders(name), tmp_path, config={key: None})
-    assert key not in json.loads((folder / "config.json").read_text())
-    other = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    assert getattr(other.config, key) == getattr(type(other.config)(), key)
-    model = HybridLM.from_pretrained(folder, progress=False)
-    assert_close(model(tokens(1, 40)).logits, other(tokens(1, 40)).logits)
-
-
 def test_bailing_without_a_bound_of_the_decay(tmp_path):
     other = build("bailing_hybrid", kda_safe_gate=False)
     other.save_pretrained(tmp_path)
