@@ -205,13 +205,17 @@ def check_raw_gates(inputs: Inputs, beta_scale: float, lower_bound: float | None
         for name, x in (("A_log", inputs.A_log), ("dt_bias", inputs.dt_bias), ("lower_bound", lower_bound)):
             if x is not None:
                 raise ValueError(f"{name} is for a raw gate, got log_decay itself; pass gate, or leave {name} None")
-    _check_number("beta_scale", beta_scale)
-    if not 0 < beta_scale <= sys.float_info.max:
-        raise ValueError(f"beta_scale must be finite and above 0, got {_shown(beta_scale)}; 1 and 2 are usual")
+    _check_beta_scale(beta_scale)
     if raw_gates in (True, "beta"):
         _check_raw("write", write, q, {"(b, t, hv)": (b, t, hv)})
     elif beta_scale != 1:
         raise ValueError(f"beta_scale is for a raw logit, got {beta_scale} and beta itself; multiply beta by it")
+
+
+def _check_beta_scale(beta_scale: float) -> None:
+    _check_number("beta_scale", beta_scale)
+    if not 0 < beta_scale <= sys.float_info.max:
+        raise ValueError(f"beta_scale must be finite and above 0, got {_shown(beta_scale)}; 1 and 2 are usual")
 
 
 def check_either(raw: str, given: str, tensors: tuple[Any, Any]) -> bool:
@@ -272,9 +276,7 @@ def check_decode_gates(inputs: Inputs, beta_scale: float, lower_bound: float | N
     """Check that A_log, dt_bias, lower_bound and beta_scale fit the gates, raw or not; either gate may be None."""
     check_lower_bound(lower_bound)
     q, v, log_decay, A_log, dt_bias = inputs.q, inputs.v, inputs.log_decay, inputs.A_log, inputs.dt_bias
-    _check_number("beta_scale", beta_scale)
-    if not 0 < beta_scale <= sys.float_info.max:
-        raise ValueError(f"beta_scale must be finite and above 0, got {_shown(beta_scale)}; 1 and 2 are usual")
+    _check_beta_scale(beta_scale)
     if raw_gates in (False, "beta"):
         for name, given in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
             if given is not None:
