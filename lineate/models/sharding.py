@@ -28,7 +28,7 @@ from lineate.models.memoryless import without_memory
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
-TRIED_SIZES = 4096
+MOST_ADVISED = 4096
 """The message about a number of ranks that cannot share a model names one of at most so many that can."""
 
 
@@ -45,7 +45,8 @@ def rank_config(config: HybridConfig, ranks: int, rank: int = 0) -> HybridConfig
     try:
         return divide_config(config, ranks, rank)
     except ValueError as error:
-        fewer = tensor_sizes(config, min(ranks, TRIED_SIZES))[-1]  # all parts can be shared out, not this one alone
+        # All parts can be shared out among so many, not this one alone.
+        fewer = next(n for n in range(min(ranks, MOST_ADVISED), 0, -1) if _divides(config, n))
         raise ValueError(f"{error}; use {fewer} rank{'s' if fewer > 1 else ''}") from None
 
 
