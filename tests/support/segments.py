@@ -445,8 +445,8 @@ def on_ranks(run: Callable[..., None], device: str, names: Sequence[str]) -> Any
 def check(failures: list[dict[str, str]], name: str) -> None:
     for rank, results in enumerate(failures):
         if name not in results:
-            last = next(((each, why) for each, why in reversed(results.items())), ("none", ""))
-            pytest.fail(f"rank {rank} never came to this case; the last to end was {last[0]}: {last[1] or 'it passed'}")
+            last, why = next(reversed(results.items()), ("none", ""))
+            pytest.fail(f"rank {rank} never came to this case; the last to end was {last}: {why or 'it passed'}")
         assert not results[name], f"rank {rank}: {results[name]}"
 
 
