@@ -4,8 +4,8 @@ A call of an op makes a handful of launches, each of which costs Triton's launch
 specialises all arguments anew, and encodes TMA descriptors. For two calls with the same shapes, strides, dtypes and
 options all of that is the same, except for addresses. So one such call is recorded: its compiled kernels, grids and
 parameters, and for every address the tensor of the call it lies in, or where it lies in the memory that the call
-allocated. Later calls allocate that memory in one piece, write the new addresses into the parameters and hand them to
-the driver.
+allocated. Later calls allocate that memory in one piece; C (replay.c) writes the new addresses into the parameters and
+hands them to the driver.
 
     launch(kind, tensors, options, run)     # the first call runs `run`, which may compile; the second also records it
 
@@ -14,26 +14,23 @@ A call can be recorded if it only allocates, fills with zeros, and launches kern
 
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
-from threading import Lock, RLock, local
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from threading import RLock
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lineate.kernels.driver import MAP_BYTES, cuda_driver, encode, replay_function, sizes_of
 from lineate.kernels.launching import overlaps, recording
+from lineate.kernels.replaying import Launch, Map, Place, Tape
 
 MOST_TAPES = 1024
 """The most calls that are remembered."""
-MOST_MAPS = 32
-"""The most descriptors that are kept for a parameter."""
 _BYTES = {"i1": 1, "i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8}
 _FLOATS = {"fp32": ctypes.c_float, "f32": ctypes.c_float, "fp64": ctypes.c_double}
-_MAP_BYTES = 128  # of a CUtensorMap
-# The elements of TMA: those of descriptors on the device are numbered differently from those on the host.
-_TMA_TYPES = {**{n: n for n in range(16)}, 8: 10, 9: 8, 10: 9}
 _ALLOCATES = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 _ZEROS = ("zeros", "zeros_like", "new_zeros")
 _VIEWS = (
@@ -42,105 +39,8 @@ _VIEWS = (
 )
 
 
-class Place(NamedTuple):
-    """Where an address lies.
-
-    Args:
-        base: The number of the tensor or piece of memory; -1 if the address does not change.
-        offset: Bytes after its beginning; or the address.
-    """
-
-    base: int
-    offset: int
-
-
 class _Unfit(Exception):
     """The call cannot be replayed."""
-
-
-class Map:
-    """A descriptor of TMA that is a parameter; one is kept for each address, since calls tend to repeat those.
-
-    Args:
-        parameters: The launch's parameters, pointers to their values.
-        n: Which of them is the descriptor.
-        place: Where the tensor lies.
-        form: All but the address; see _encode.
-    """
-
-    def __init__(self, parameters: Any, n: int, place: Place, form: tuple[Any, ...]) -> None:
-        self.parameters, self.n, self.place, self.form = parameters, n, place, form
-        self.made: dict[int, tuple[int, Any]] = {}
-
-    def point(self, address: int) -> None:
-        """Make it the descriptor of a tensor at this address."""
-        made = self.made.get(address)
-        if made is None:
-            if len(self.made) >= MOST_MAPS:
-                self.made.clear()
-            room = ctypes.create_string_buffer(_MAP_BYTES + 64)
-            made = -(-ctypes.addressof(room) // 64) * 64, room
-            _encode(made[0], address, *self.form)
-            self.made[address] = made
-        self.parameters[self.n] = made[0]
-
-
-class Tape:
-    """The launches of a call, ready to be made again with other addresses.
-
-    Args:
-        launches: For each, the kernel's handle, grid, threads and shared memory; or the bytes to be set to 0.
-        addresses: The places of all pointers, in the order of `pointers`.
-        pointers: Where the launches' parameters have the pointers.
-        maps: The descriptors among the parameters.
-        sizes: The bytes of each piece of memory that the call allocates.
-        kept: What the parameters point to.
-    """
-
-    def __init__(
-        self,
-        launches: list[tuple[Any, ...]],
-        addresses: list[Place],
-        pointers: Any,
-        maps: list["Map"],
-        sizes: list[int],
-        kept: list[Any],
-    ) -> None:
-        self.launches, self.addresses, self.pointers, self.maps, self.kept = launches, addresses, pointers, maps, kept
-        self.starts: list[int] = []
-        self.bytes = 0
-        for size in sizes:
-            self.starts.append(self.bytes)
-            self.bytes += -(-size // 512) * 512
-        self.lock = Lock()  # of the parameters; a launch copies them
-
-    def replay(self, tensors: Sequence[Tensor | None], device: torch.device) -> bool:
-        """Make the launches on the current stream; tensors as when it was recorded.
-
-        Return False, with nothing launched, if there is no room for all that the call allocates in one piece.
-        """
-        driver = _driver()
-        _enter_context(device)
-        bases = [0 if x is None else x.data_ptr() for x in tensors]
-        if self.bytes:
-            try:
-                room = torch.empty(self.bytes, dtype=torch.uint8, device=device)
-            except torch.OutOfMemoryError:
-                return False
-            first = room.data_ptr()
-            bases += [first + start for start in self.starts]
-        bases.append(0)  # of addresses that do not change
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        with self.lock:
-            self.pointers[:] = [bases[base] + offset for base, offset in self.addresses]
-            for each in self.maps:
-                each.point(bases[each.place.base] + each.place.offset)
-            for function, x, y, z, threads, shared, parameters in self.launches:
-                if function is None:
-                    _check(driver.cuMemsetD8Async(self.pointers[x], 0, y, stream))
-                else:
-                    _check(driver.cuLaunchKernel(function, x, y, z, threads, 1, 1, shared, stream, parameters, None))
-        return True
 
 
 _SEEN: dict[Hashable, None] = {}
@@ -162,8 +62,12 @@ def launch(kind: str, tensors: Sequence[Tensor | None], options: Hashable, run: 
     first = tensors[0]
     assert first is not None
     device = first.device
-    with torch.cuda.device_of(first):
-        if device.type == "cuda" and torch.version.hip is None and _driver() is not None and not overlaps(device):
+    if device.type != "cuda":
+        run()
+        return
+    current = torch.cuda.current_device() == device.index
+    with nullcontext() if current else torch.cuda.device(device):
+        if _replays() and not overlaps(device):
             form = tuple(
                 None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16)
                 for x in tensors
@@ -171,6 +75,11 @@ def launch(kind: str, tensors: Sequence[Tensor | None], options: Hashable, run: 
             _run_or_replay((kind, device, options, form), tensors, device, run)
         else:
             run()
+
+
+def _replays() -> bool:
+    """Whether there are a driver and a compiler with which launches can be made again."""
+    return torch.version.hip is None and cuda_driver() is not None and replay_function() is not None
 
 
 def _run_or_replay(
@@ -284,8 +193,8 @@ class Recorder:
                 raise _Unfit(f"a parameter is {kind}")
         parameters += [("i64", 0), ("i64", 0)]  # scratch memory of the device, and of a profiler: none
         sizes = [_size(kind) for kind, _ in parameters]
-        if sizes != _sizes_of(compiled.function):
-            raise _Unfit("the parameters are laid out in another way")
+        if sizes != sizes_of(compiled.function):
+            raise _Unfit("the parameters are laid out in another way, or no driver says how")
         whole_grid = (*grid, 1, 1)[:3]
         self.noted.append((compiled, whole_grid, 32 * meta.num_warps, meta.shared, parameters))
 
@@ -321,7 +230,7 @@ class Recorder:
     def tape(self) -> Tape | None:
         """Return the tape, or None if the call cannot be replayed."""
         given = [n for n in self.starts if n]
-        if self.unfit is not None or len(set(given)) != len(given):
+        if self.unfit is not None or len(set(given)) != len(given) or cuda_driver() is None:
             return None
         pieces = _joined(self.rooms)
         try:
@@ -331,15 +240,15 @@ class Recorder:
 
     def _made(self, pieces: list[tuple[int, int]]) -> Tape:
         places: list[Place] = []
-        launches: list[tuple[Any, ...]] = []
+        launches: list[Launch] = []
         maps: list[Map] = []
-        kept: list[Any] = []
+        kept: list[Any] = [*self.constants.values()]
         count = sum(kind == "pointer" for each in self.noted if each[0] is not None for kind, _ in each[4])
         count += sum(each[0] is None for each in self.noted)
         pointers = (ctypes.c_uint64 * count)()
         for each in self.noted:
             if each[0] is None:
-                launches.append((None, len(places), each[2], 0, 0, 0, None))
+                launches.append(Launch(None, pointer=len(places), bytes=each[2]))
                 places.append(self._place(each[1], pieces))
                 continue
             compiled, grid, threads, shared, parameters = each
@@ -349,25 +258,35 @@ class Recorder:
                     entries[n] = ctypes.addressof(pointers) + 8 * len(places)
                     places.append(self._place(value, pieces))
                 elif kind == "map":
-                    maps.append(Map(entries, n, self._place(value[0], pieces), value[1]))
+                    room = ctypes.create_string_buffer(MAP_BYTES + 64)
+                    entries[n] = at = -(-ctypes.addressof(room) // 64) * 64
+                    encode(at, value[0], *value[1])
+                    maps.append(Map(self._place(value[0], pieces), value[0], at))
+                    kept.append(room)
                 else:
                     number = _number(kind, value)
                     entries[n] = ctypes.addressof(number)
                     kept.append(number)
-            kept += [entries, compiled]
-            launches.append((compiled.function, *grid, threads, shared, entries))
-        kept += [pointers, *self.constants.values()]
-        return Tape(launches, places, pointers, maps, [high - low for low, high in pieces], kept)
+            kept.append(compiled)
+            launches.append(Launch(compiled.function, grid, threads, shared, entries))
+        room_bytes = sum(_rounded(high - low) for low, high in pieces)
+        return Tape(launches, places, pointers, maps, room_bytes, len(self.starts), kept, cuda_driver())
 
     def _place(self, at: int, pieces: list[tuple[int, int]]) -> Place:
         """Return where an address lies: at the beginning of a tensor, inside of one, or in memory of the call."""
         if not at:
             raise _Unfit("a pointer to nothing")
+        room, constant = len(self.starts), len(self.starts) + 1
         if at in self.starts:
             return Place(self.starts.index(at), 0)
         if at in self.constants:
-            return Place(-1, at)
-        found = [Place(n, at - low) for n, (low, high) in enumerate((*self.spans, *pieces)) if low <= at < high]
+            return Place(constant, at)
+        found = [Place(n, at - low) for n, (low, high) in enumerate(self.spans) if low <= at < high]
+        before = 0
+        for low, high in pieces:
+            if low <= at < high:
+                found.append(Place(room, before + at - low))
+            before += _rounded(high - low)
         if len(found) != 1:
             raise _Unfit("an address lies in several tensors")
         return found[0]
@@ -413,9 +332,14 @@ def _joined(rooms: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
+def _rounded(size: int) -> int:
+    """Return the bytes that a piece of the call's memory takes."""
+    return -(-size // 512) * 512
+
+
 def _size(kind: str) -> int:
     if kind in ("pointer", "map"):
-        return 8 if kind == "pointer" else _MAP_BYTES
+        return 8 if kind == "pointer" else MAP_BYTES
     return ctypes.sizeof(_FLOATS[kind]) if kind in _FLOATS else _BYTES[kind]
 
 
@@ -423,74 +347,3 @@ def _number(kind: str, value: Any) -> Any:
     if kind in _FLOATS:
         return _FLOATS[kind](float(value))
     return ctypes.c_uint64(int(value) % 2**64)  # its first bytes are the number
-
-
-@cache
-def _driver() -> Any:
-    """Return CUDA's driver; None if it is not found, or is older than 12.4 and cannot list a kernel's parameters."""
-    u, p, i = ctypes.c_uint, ctypes.c_void_p, ctypes.c_int
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        driver.cuLaunchKernel.argtypes = [p, u, u, u, u, u, u, u, p, p, p]
-        driver.cuMemsetD8Async.argtypes = [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, p]
-        driver.cuTensorMapEncodeTiled.argtypes = [p, i, u, p, p, p, p, p, i, i, i, i]
-        driver.cuFuncGetParamInfo.argtypes = [p, ctypes.c_size_t, p, p]
-        driver.cuGetErrorName.argtypes = [i, p]
-        driver.cuCtxGetCurrent.argtypes = driver.cuCtxSetCurrent.argtypes = [p]
-        driver.cuDeviceGet.argtypes = driver.cuDevicePrimaryCtxRetain.argtypes = [p, i]
-    except (OSError, AttributeError):
-        return None
-    return driver
-
-
-_entered = local()
-
-
-def _enter_context(device: torch.device) -> None:
-    """Let this thread launch on a device: a thread that has called nothing of CUDA's runtime has no context yet."""
-    if getattr(_entered, "done", False):
-        return
-    driver, context, number = _driver(), ctypes.c_void_p(), ctypes.c_int()
-    _check(driver.cuCtxGetCurrent(ctypes.byref(context)))
-    if not context.value:
-        _check(driver.cuDeviceGet(ctypes.byref(number), device.index))
-        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number.value))
-        _check(driver.cuCtxSetCurrent(context))
-    _entered.done = True
-
-
-def _check(code: int) -> None:
-    if code:
-        name = ctypes.c_char_p()
-        _driver().cuGetErrorName(code, ctypes.byref(name))
-        raise RuntimeError(f"the driver refused a launch: {(name.value or b'unknown').decode()}")
-
-
-def _sizes_of(function: int) -> list[int]:
-    """Return the bytes of each parameter of a kernel."""
-    driver = _driver()
-    if driver is None:
-        raise _Unfit("there is no driver that could replay it")
-    sizes: list[int] = []
-    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    while not driver.cuFuncGetParamInfo(function, len(sizes), ctypes.byref(offset), ctypes.byref(size)):
-        sizes.append(size.value)
-    return sizes
-
-
-def _encode(
-    at: int, address: int, swizzle: int, element: int, kind: int, box: Sequence[int], shape: Sequence[int],
-    strides: Sequence[int], nan: bool,
-) -> None:  # fmt: skip
-    """Write a descriptor of TMA to `at`, as Triton does."""
-    rank = len(shape)
-    shapes = (ctypes.c_uint64 * rank)(*reversed(shape))
-    bytes_between = (ctypes.c_uint64 * rank)(*(element * n for n in reversed(strides[:-1])), 0)
-    boxes, ones = (ctypes.c_uint32 * rank)(*reversed(box)), (ctypes.c_uint32 * rank)(*[1] * rank)
-    no_interleave, promote_128 = 0, 2
-    _check(
-        _driver().cuTensorMapEncodeTiled(
-            at, _TMA_TYPES[kind], rank, address, shapes, bytes_between, boxes, ones, no_interleave, swizzle,
-            promote_128, int(nan),
-        )
-    )  # fmt: skip

@@ -13,16 +13,30 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from lineate import folders
 
-_SOURCES = [
-    Path(__file__).with_name(f"{name}.c")
-    for name in ("choice", "chunkwise", "float8", "halves", "layers", "rounding", "small", "step", "threads")
-]
-_HEADERS = [
-    Path(__file__).with_name(f"{name}.h") for name in ("product_neon", "products", "small_neon", "threads", "vectors")
-]
+
+class Code(NamedTuple):
+    """C files that make one library."""
+
+    name: str
+    """How the names of its libraries begin."""
+    sources: tuple[Path, ...]
+    headers: tuple[Path, ...] = ()
+
+
+_FOLDER = Path(__file__).parent
+NATIVE = Code(
+    "native",
+    tuple(
+        _FOLDER / f"{name}.c"
+        for name in ("choice", "chunkwise", "float8", "halves", "layers", "rounding", "small", "step", "threads")
+    ),
+    tuple(_FOLDER / f"{name}.h" for name in ("product_neon", "products", "small_neon", "threads", "vectors")),
+)
+"""The native backend."""
 _FLAGS = ("-O3", "-std=c11", "-D_GNU_SOURCE", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 _LINK = ("-fPIC", "-shared", "-pthread")
 
@@ -48,15 +62,20 @@ def why_not() -> str | None:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Return the compiled C code, or raise NativeUnavailable."""
+    """Return the compiled C code of the native backend, or raise NativeUnavailable."""
     if os.environ.get("LINEATE_NATIVE", "1") == "0":
         raise NativeUnavailable("it is switched off by LINEATE_NATIVE=0")
+    return load(NATIVE)
+
+
+def load(code: Code) -> ctypes.CDLL:
+    """Return compiled C code, or raise NativeUnavailable."""
     if os.name != "posix":
         raise NativeUnavailable(f"it needs a POSIX system, got {platform.system()}")
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise NativeUnavailable("no C compiler was found; install gcc or clang, or set CC")
-    return load_or_build(compiler_command(compiler), _cache_folder())
+    return load_or_build(compiler_command(compiler), _cache_folder(), code)
 
 
 @functools.cache
@@ -81,13 +100,13 @@ def compiler_command(compiler: str) -> list[str]:
     return [*compiler.split(), *_FLAGS, machine, *_LINK]
 
 
-def load_or_build(command: list[str], folder: Path) -> ctypes.CDLL:
+def load_or_build(command: list[str], folder: Path, code: Code = NATIVE) -> ctypes.CDLL:
     """Return the library that this compiler command makes; compile it unless the folder has a complete copy.
 
-    A kept file is named native-<fingerprint of what it is made of>-<sha256 of the file>.so, so that a file cut short
-    does not match its name, and one rename puts the file and its checksum in place.
+    A kept file is named native-<fingerprint of what it is made of>-<sha256 of the file>.so (native: the code's name),
+    so that a file cut short does not match its name, and one rename puts the file and its checksum in place.
     """
-    start = _prefix(command)
+    start = _prefix(command, code)
     _clean(folder)
     unfit = []
     for file in sorted(folder.glob(start + "*.so")):
@@ -97,7 +116,7 @@ def load_or_build(command: list[str], folder: Path) -> ctypes.CDLL:
             warnings.warn(f"{file} is not loaded: {reason}; it is compiled anew", RuntimeWarning, stacklevel=2)
             unfit.append(file)
     try:
-        built = compile_library(command, folder, start)
+        built = compile_library(command, folder, start, code)
         for file in unfit:
             if file != built:
                 _remove(file)
@@ -164,14 +183,14 @@ def _alone_in(group: int) -> bool:
     return found.gr_name == own and set(found.gr_mem) <= {own}
 
 
-def _prefix(command: list[str]) -> str:
+def _prefix(command: list[str], code: Code) -> str:
     """Return how the names of the libraries begin that this command makes."""
-    return f"native-{_fingerprint(command)}-"
+    return f"{code.name}-{_fingerprint(command, code)}-"
 
 
-def _fingerprint(command: list[str]) -> str:
+def _fingerprint(command: list[str], code: Code) -> str:
     """Return a digest of the sources, the compiler and the processor: several machines may share a home folder."""
-    digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in (*_SOURCES, *_HEADERS)))
+    digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in (*code.sources, *code.headers)))
     digest.update("\0".join(command).encode())
     try:
         digest.update(subprocess.run([*command, "--version"], capture_output=True, timeout=30).stdout)
@@ -230,7 +249,7 @@ def _remove(path: Path) -> None:
         return
 
 
-def compile_library(command: list[str], folder: Path, start: str | None = None) -> Path:
+def compile_library(command: list[str], folder: Path, start: str | None = None, code: Code = NATIVE) -> Path:
     """Build in a temporary folder, write the result to the disk and rename it, so that no process sees half a file.
 
     Several processes may do so at a time; each has its own folder, and the last one's file stays.
@@ -239,8 +258,9 @@ def compile_library(command: list[str], folder: Path, start: str | None = None) 
         command: the compiler's, of compiler_command.
         folder: the cache folder.
         start: how the library's name begins; None: as load_or_build looks for it.
+        code: what is compiled.
     """
-    start = _prefix(command) if start is None else start
+    start = _prefix(command, code) if start is None else start
     try:
         work = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=folder))
     except OSError as error:
@@ -250,7 +270,7 @@ def compile_library(command: list[str], folder: Path, start: str | None = None) 
     built = work / "native.so"
     try:
         done = subprocess.run(
-            [*command, *map(str, _SOURCES), "-o", str(built), "-lm"],
+            [*command, *map(str, code.sources), "-o", str(built), "-lm"],
             capture_output=True,
             text=True,
             timeout=_LONGEST,

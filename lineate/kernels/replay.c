@@ -1,0 +1,78 @@
+/* Makes the launches of a recorded call once more, with other addresses; see tape.py.
+
+   The driver's functions come from the caller, so nothing of CUDA is needed to compile this. */
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef int launch_kernel(
+    void *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned one, unsigned two, unsigned shared,
+    void *stream, void **parameters, void **extra);
+typedef int set_bytes(uint64_t address, unsigned char value, size_t count, void *stream);
+typedef int replace_address(void *tensor_map, void *address);
+
+/* An address: so many bytes after the beginning of a tensor of the call, or of the memory it allocates. */
+struct place {
+    int64_t base;
+    uint64_t offset;
+};
+
+/* A descriptor of TMA, and the address that it has. */
+struct map {
+    struct place place;
+    uint64_t address;
+    void *tensor_map;
+};
+
+/* A kernel; or, without a function, bytes that are set to 0, from the pointer of that number on. */
+struct launch {
+    void *function;
+    void **parameters;
+    uint64_t pointer;
+    uint64_t bytes;
+    uint32_t grid[3];
+    uint32_t threads;
+    uint32_t shared;
+    uint32_t unused;
+};
+
+struct tape {
+    launch_kernel *launch_kernel;
+    set_bytes *set_bytes;
+    replace_address *replace_address;
+    uint64_t *pointers; /* the parameters of all launches that are pointers */
+    const struct place *places;
+    struct map *maps;
+    const struct launch *launches;
+    int64_t pointer_count;
+    int64_t map_count;
+    int64_t launch_count;
+};
+
+/* Return 0, or the driver's first error, after which nothing more is launched. */
+int lineate_replay(const struct tape *tape, const uint64_t *bases, void *stream) {
+    for (int64_t i = 0; i < tape->pointer_count; i++)
+        tape->pointers[i] = bases[tape->places[i].base] + tape->places[i].offset;
+    for (int64_t i = 0; i < tape->map_count; i++) {
+        struct map *map = tape->maps + i;
+        uint64_t address = bases[map->place.base] + map->place.offset;
+        if (address == map->address)
+            continue;
+        int error = tape->replace_address(map->tensor_map, (void *)(uintptr_t)address);
+        if (error)
+            return error;
+        map->address = address;
+    }
+    for (int64_t i = 0; i < tape->launch_count; i++) {
+        const struct launch *launch = tape->launches + i;
+        const uint32_t *grid = launch->grid;
+        int error = launch->function
+            ? tape->launch_kernel(
+                  launch->function, grid[0], grid[1], grid[2], launch->threads, 1, 1, launch->shared, stream,
+                  launch->parameters, NULL)
+            : tape->set_bytes(tape->pointers[launch->pointer], 0, launch->bytes, stream);
+        if (error)
+            return error;
+    }
+    return 0;
+}
