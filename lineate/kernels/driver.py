@@ -37,7 +37,7 @@ def cuda_driver() -> Any:
 
 def launch_functions(driver: Any) -> tuple[int, int, int]:
     """Return the addresses of the functions that replay.c calls, in the order of its struct."""
-    functions = driver.cuLaunchKernel, driver.cuMemsetD8Async, driver.cuTensorMapReplaceAddress
+    functions = driver.cuLaunchKernelEx, driver.cuMemsetD8Async, driver.cuTensorMapReplaceAddress
     launch, clear, replace = (ctypes.cast(x, ctypes.c_void_p).value or 0 for x in functions)
     return launch, clear, replace
 

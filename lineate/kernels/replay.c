@@ -5,9 +5,24 @@
 #include <stddef.h>
 #include <stdint.h>
 
-typedef int launch_kernel(
-    void *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned one, unsigned two, unsigned shared,
-    void *stream, void **parameters, void **extra);
+/* CUlaunchAttribute and CUlaunchConfig */
+struct attribute {
+    int id;
+    int unused;
+    union {
+        char all[64];
+        int allowed;
+    } value;
+};
+struct config {
+    unsigned grid[3], block[3], shared;
+    void *stream;
+    const struct attribute *attributes;
+    unsigned count;
+};
+enum { PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
+
+typedef int launch_kernel(const struct config *config, void *function, void **parameters, void **extra);
 typedef int set_bytes(uint64_t address, unsigned char value, size_t count, void *stream);
 typedef int replace_address(void *tensor_map, void *address);
 
@@ -33,7 +48,7 @@ struct launch {
     uint32_t grid[3];
     uint32_t threads;
     uint32_t shared;
-    uint32_t unused;
+    uint32_t linked; /* whether it may begin before the launch before it has ended: the kernel waits for that itself */
 };
 
 struct tape {
@@ -51,6 +66,7 @@ struct tape {
 
 /* Return 0, or the driver's first error, after which nothing more is launched. */
 int lineate_replay(const struct tape *tape, const uint64_t *bases, void *stream) {
+    const struct attribute early = {PROGRAMMATIC_STREAM_SERIALIZATION, 0, {.allowed = 1}};
     for (int64_t i = 0; i < tape->pointer_count; i++)
         tape->pointers[i] = bases[tape->places[i].base] + tape->places[i].offset;
     for (int64_t i = 0; i < tape->map_count; i++) {
@@ -66,10 +82,10 @@ int lineate_replay(const struct tape *tape, const uint64_t *bases, void *stream)
     for (int64_t i = 0; i < tape->launch_count; i++) {
         const struct launch *launch = tape->launches + i;
         const uint32_t *grid = launch->grid;
+        const struct config config = {
+            {grid[0], grid[1], grid[2]}, {launch->threads, 1, 1}, launch->shared, stream, &early, launch->linked != 0};
         int error = launch->function
-            ? tape->launch_kernel(
-                  launch->function, grid[0], grid[1], grid[2], launch->threads, 1, 1, launch->shared, stream,
-                  launch->parameters, NULL)
+            ? tape->launch_kernel(&config, launch->function, launch->parameters, NULL)
             : tape->set_bytes(tape->pointers[launch->pointer], 0, launch->bytes, stream);
         if (error)
             return error;

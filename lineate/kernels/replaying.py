@@ -49,6 +49,7 @@ class Launch(NamedTuple):
         parameters: Pointers to the values of its parameters.
         pointer: The number of the pointer that the bytes begin at.
         bytes: How many are set to 0.
+        linked: Whether it may begin before the launch before it has ended, because the kernel itself waits for that.
     """
 
     function: int | None
@@ -58,6 +59,7 @@ class Launch(NamedTuple):
     parameters: Any = None
     pointer: int = 0
     bytes: int = 0
+    linked: bool = False
 
 
 # The structs of replay.c.
@@ -73,14 +75,14 @@ class _Launch(ctypes.Structure):
     _fields_ = (
         ("function", ctypes.c_void_p), ("parameters", ctypes.c_void_p), ("pointer", ctypes.c_uint64),
         ("bytes", ctypes.c_uint64), ("grid", ctypes.c_uint32 * 3), ("threads", ctypes.c_uint32),
-        ("shared", ctypes.c_uint32), ("unused", ctypes.c_uint32),
+        ("shared", ctypes.c_uint32), ("linked", ctypes.c_uint32),
     )  # fmt: skip
 
     @classmethod
     def of(cls, x: Launch) -> "_Launch":
         parameters = None if x.function is None else ctypes.addressof(x.parameters)
         grid = (ctypes.c_uint32 * 3)(*x.grid)
-        return cls(x.function, parameters, x.pointer, x.bytes, grid, x.threads, x.shared)
+        return cls(x.function, parameters, x.pointer, x.bytes, grid, x.threads, x.shared, x.linked)
 
 
 class _Tape(ctypes.Structure):

@@ -164,7 +164,7 @@ class Recorder:
             raise _Unfit("a hook of Triton's has taken the place of a kernel")
         meta, source = compiled.metadata, compiled.src
         plain = (
-            not meta.launch_cooperative_grid and not meta.launch_pdl and getattr(meta, "num_ctas", 1) == 1
+            not meta.launch_cooperative_grid and getattr(meta, "num_ctas", 1) == 1
             and not meta.global_scratch_size and not meta.profile_scratch_size
         )  # fmt: skip
         if not plain:
@@ -196,7 +196,7 @@ class Recorder:
         if sizes != sizes_of(compiled.function):
             raise _Unfit("the parameters are laid out in another way, or no driver says how")
         whole_grid = (*grid, 1, 1)[:3]
-        self.noted.append((compiled, whole_grid, 32 * meta.num_warps, meta.shared, parameters))
+        self.noted.append((compiled, whole_grid, 32 * meta.num_warps, meta.shared, parameters, meta.launch_pdl))
 
     def zero(self, x: Tensor) -> None:
         """Note that x is set to 0."""
@@ -251,7 +251,7 @@ class Recorder:
                 launches.append(Launch(None, pointer=len(places), bytes=each[2]))
                 places.append(self._place(each[1], pieces))
                 continue
-            compiled, grid, threads, shared, parameters = each
+            compiled, grid, threads, shared, parameters, linked = each
             entries = (ctypes.c_void_p * len(parameters))()
             for n, (kind, value) in enumerate(parameters):
                 if kind == "pointer":
@@ -268,7 +268,7 @@ class Recorder:
                     entries[n] = ctypes.addressof(number)
                     kept.append(number)
             kept.append(compiled)
-            launches.append(Launch(compiled.function, grid, threads, shared, entries))
+            launches.append(Launch(compiled.function, grid, threads, shared, entries, linked=linked))
         room_bytes = sum(_rounded(high - low) for low, high in pieces)
         return Tape(launches, places, pointers, maps, room_bytes, len(self.starts), kept, cuda_driver())
 

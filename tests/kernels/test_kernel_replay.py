@@ -18,6 +18,21 @@ P, U, I, Q = ctypes.c_void_p, ctypes.c_uint, ctypes.c_int, ctypes.c_uint64
 STREAM = 77
 
 
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", I), ("unused", I), ("value", I * 16))
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", U * 3), ("block", U * 3), ("shared", U), ("stream", P), ("attributes", ctypes.POINTER(Attribute)),
+        ("count", U),
+    )  # fmt: skip
+
+
 class Driver:
     """Notes what would be launched. fails: the error of every launch."""
 
@@ -25,14 +40,17 @@ class Driver:
         self.made: list[tuple] = []
         self.replaced: list[tuple[int, int]] = []
         self.fails = 0
-        self.cuLaunchKernel = ctypes.CFUNCTYPE(I, P, U, U, U, U, U, U, U, P, P, P)(self.launch)
+        self.cuLaunchKernelEx = ctypes.CFUNCTYPE(I, ctypes.POINTER(Config), P, P, P)(self.launch)
         self.cuMemsetD8Async = ctypes.CFUNCTYPE(I, Q, ctypes.c_ubyte, ctypes.c_size_t, P)(self.clear)
         self.cuTensorMapReplaceAddress = ctypes.CFUNCTYPE(I, P, P)(self.replace)
 
-    def launch(self, function, x, y, z, threads, one, two, shared, stream, parameters, extra):
+    def launch(self, config, function, parameters, extra):
         entries = ctypes.cast(parameters, ctypes.POINTER(P))
         values = [ctypes.cast(entries[n], ctypes.POINTER(Q))[0] for n in range(2)]
-        self.made.append(("kernel", function, (x, y, z), (threads, one, two), shared, stream, values, extra))
+        how = config.contents
+        attributes = [(x.id, x.value[0]) for x in how.attributes[: how.count]]
+        sizes = tuple(how.grid), tuple(how.block), how.shared
+        self.made.append(("kernel", function, *sizes, how.stream, values, attributes, extra))
         return self.fails
 
     def clear(self, address, value, count, stream):
@@ -60,6 +78,7 @@ def make(driver, room: int = 0):
     launches = [
         replaying.Launch(None, pointer=0, bytes=24),
         replaying.Launch(11, (3, 2, 1), 128, 1000, entries),
+        replaying.Launch(12, (1, 1, 1), 32, 0, entries, linked=True),
     ]
     return replaying.Tape(launches, places, pointers, maps, room, 2, [number], driver)
 
@@ -76,7 +95,8 @@ def test_every_address_is_that_of_the_call(driver):
             at = [each.data_ptr() for each in (x, y)]
             assert driver.made == [
                 ("zeros", at[1] + 8, 0, 24, STREAM),
-                ("kernel", 11, (3, 2, 1), (128, 1, 1), 1000, STREAM, [at[0] + 16, 5], None),
+                ("kernel", 11, (3, 2, 1), (128, 1, 1), 1000, STREAM, [at[0] + 16, 5], [], None),
+                ("kernel", 12, (1, 1, 1), (32, 1, 1), 0, STREAM, [at[0] + 16, 5], [(6, 1)], None),
             ]
         assert driver.replaced == []
         assert tape.replay([x, x], device) and driver.replaced == [(4096, x.data_ptr() + 4)], n

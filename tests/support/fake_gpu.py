@@ -125,6 +125,7 @@ def install() -> FakeGPUs:
     for owner, names in ((torch, MAKERS), (Tensor, MOVERS)):
         for name in names.split():
             setattr(owner, name, _without_gpu(getattr(owner, name)))
+    torch.cuda.current_device = lambda: gpus.current
     torch.cuda.device_of = lambda x: nullcontext()
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.current_stream = lambda device=None: SimpleNamespace(synchronize=lambda: None)
