@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lineate.call import Inputs, Options
-from lineate.kernels.launching import ceil_div, start
+from lineate.kernels.launching import ceil_div, linked, multiprocessors, start
 from lineate.kernels.portable.layout import clear_outside, find_slots
 from lineate.kernels.segments import CHUNK as CHUNK
 from lineate.kernels.segments import WHOLE, Cutting
@@ -53,8 +53,14 @@ def count_slots(t: int, sequences: int) -> int:
     return (t + sequences * (CHUNK - 1)) // CHUNK
 
 
-def find_sequences(q: Tensor, cu_seqlens: Tensor | None, cutting: Cutting = WHOLE) -> Sequences:
-    """Find the sequences: the batch rows, or those packed into one row. Nothing waits for the device."""
+def find_sequences(
+    q: Tensor, cu_seqlens: Tensor | None, cutting: Cutting = WHOLE, output: Tensor | None = None
+) -> Sequences:  # fmt: skip
+    """Find the sequences: the batch rows, or those packed into one row. Nothing waits for the device.
+
+    Tokens of output `1 t ...` that lie in no packed sequence are set to 0: bounds on a GPU are not checked, so there
+    may be some, and filling all of it first would take as long as writing the results.
+    """
     b, t = q.shape[:2]
     if cu_seqlens is None:
         chunks = count_slots(t, 1)
@@ -71,9 +77,13 @@ def find_sequences(q: Tensor, cu_seqlens: Tensor | None, cutting: Cutting = WHOL
         torch.empty(n, dtype=torch.int32, device=q.device) if cuts else None for n in (count + 1, cuts)
     )
     with torch.cuda.device_of(q):
-        start(find_slots, (ceil_div(slots, 64),))(
-            given, bounds, first_slots, slot_sequences, first_cuts, cut_sequences, t, count, slots, cuts, *cutting,
-            BT=16 if count <= 16 else 256, BS=64, C=CHUNK, num_warps=4,
+        programs = ceil_div(slots, 64)
+        if output is not None:
+            programs = max(programs, min(ceil_div(t, CHUNK), multiprocessors(q.device)))
+        start(find_slots, (programs,))(
+            given, bounds, first_slots, slot_sequences, first_cuts, cut_sequences, output, t, count, slots, cuts,
+            *cutting, BT=16 if count <= 16 else 256, BS=64, C=CHUNK, SIZE=0 if output is None else output.numel() // t,
+            num_warps=4, **linked(q.device),
         )  # fmt: skip
     likely = count * (cutting.count_segments(ceil_div(t, max(count, 1) * CHUNK)) - 1)
     places = bounds, first_slots, slot_sequences
@@ -81,17 +91,21 @@ def find_sequences(q: Tensor, cu_seqlens: Tensor | None, cutting: Cutting = WHOL
 
 
 def clear(sequences: Sequences, t: int, *tensors: Tensor | None) -> None:
-    """Set the tokens of up to five dense tensors `1 t ...` that lie in no packed sequence to 0.
-
-    Bounds on a GPU are not checked, so there may be such tokens. Filling the tensors with zeros first would take as
-    long as writing the results.
-    """
+    """Set the tokens of up to five dense tensors `1 t ...` that lie in no packed sequence to 0."""
     if sequences.bounds is None:
         return
     given = (*tensors, *[None] * (5 - len(tensors)))
     sizes = [0 if x is None else x.numel() // t for x in given]
     start(clear_outside, (ceil_div(t, 64),))(
-        sequences.bounds, *given, t, sequences.number, *sizes, BT=64, BN=256, num_warps=4
+        sequences.bounds,
+        *given,
+        t,
+        sequences.number,
+        *sizes,
+        BT=64,
+        BN=256,
+        num_warps=4,
+        **linked(sequences.bounds.device),
     )
 
 
@@ -164,8 +178,11 @@ class Call(NamedTuple):
         )
 
 
-def make_call(inputs: Inputs, options: Options, cutting: Cutting = WHOLE) -> Call:
-    """Return the call of these inputs, its sequences cut by this rule; their state goes to the stages beside it."""
+def make_call(inputs: Inputs, options: Options, cutting: Cutting = WHOLE, output: Tensor | None = None) -> Call:
+    """Return the call of these inputs, its sequences cut by this rule; their state goes to the stages beside it.
+
+    Tokens of output, if it is given, that lie in no sequence are set to 0.
+    """
     q, k, v, log_decay, beta, _, cu_seqlens, A_log, dt_bias = inputs
     log_decay, beta, A_log, dt_bias = (None if x is None else dense(x) for x in (log_decay, beta, A_log, dt_bias))
     return Call(
@@ -176,7 +193,7 @@ def make_call(inputs: Inputs, options: Options, cutting: Cutting = WHOLE) -> Cal
             log_decay, beta, A_log, dt_bias,
             options.beta_scale, options.raw_decay, options.raw_beta, options.lower_bound,
         ),
-        find_sequences(q, cu_seqlens, cutting),
+        find_sequences(q, cu_seqlens, cutting, output),
         options.corrects,
         options.scale,
         options.normalize_qk,

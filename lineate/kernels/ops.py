@@ -9,7 +9,7 @@ from torch import Tensor
 from lineate.call import Inputs, Options, Slots, which_are_raw
 from lineate.chunk_op import differentiate, save_states
 from lineate.kernels import pipeline as kernels
-from lineate.kernels.call import CHUNK, aligned, clear, count_slots, dense, in_rows, make_call
+from lineate.kernels.call import CHUNK, aligned, count_slots, dense, in_rows, make_call
 from lineate.kernels.stages import Gradients
 from lineate.kernels.tape import launch
 from lineate.registrar import register_op
@@ -45,8 +45,7 @@ def _forward(
 
     def run() -> None:
         inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
-        call = make_call(inputs, options, kernels.cutting_of(q, v, "forward"))
-        clear(call.sequences, q.shape[1], output)
+        call = make_call(inputs, options, kernels.cutting_of(q, v, "forward"), output)
         kernels.forward(call, state, output, final, states if keep else None)
 
     tensors = (q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens, output, final, states if keep else None)

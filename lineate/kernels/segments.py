@@ -47,7 +47,7 @@ WHOLE = Cutting(shortest=2**30, most=1, least=1)
 # p programs of 64 value columns walk n chunks, about 1.3 us each. In s segments (with k = v), p + 2 p (s - 2) programs
 # find the maps of n / s chunks each, a chain has s - 2 steps, and s p programs walk n / s chunks each. The forward of
 # one sequence on an H200 (132 multiprocessors), ms in a graph, by its segments (bench/rules/gpu_segments.py), before
-# copies had a warp of their own (since then 8192, 8 in 8 segments .089; 32768, 8 in 8 segments .240; 8192, 32 .213):
+# copies had a warp of their own (now 8192, 8 in 8 segments .079; 32768, 8 in 8 segments .235; 8192, 32 .211):
 #
 #     tokens, value heads of 128      1       2       3       4       6       8      12      16
 #      2048,  8                     .067    .064    .054    .050    .053    .054
@@ -65,7 +65,12 @@ WHOLE = Cutting(shortest=2**30, most=1, least=1)
 # Where the multiprocessors are busy anyway, a cut costs up to 2.5 times the walk, and the maps' memory. So only long
 # sequences are cut, from SHORTEST chunks on by the number of segments, else from OTHERS on: a call of many is rare,
 # and where 2 or 3 segments fill the device, little is gained (1.1 to 1.7 times).
+#
+# In 4 segments, one sequence alone fills the device, and what it is packed with waits. So a sequence is cut into 4 only
+# if each has 32 chunks, into 3 before that. 16 heads, ms in 3 and 4 segments: 6144 + 2048 tokens .130 .142 (KDA .230
+# .245), 6144 + 6144 .175 .193, 6144 alone .116 .100.
 LEAST = 8
+LEAST_OF_FOUR = 32
 MOST = 32
 SHORTEST = {2: 2048, 3: 256}
 OTHERS = 96
@@ -76,7 +81,7 @@ def cut_forward(programs: int, processors: int) -> Cutting:
     most = min(MOST, processors // programs)
     if most < 2:
         return WHOLE
-    return Cutting(SHORTEST.get(most, OTHERS), most, LEAST)
+    return Cutting(SHORTEST.get(most, OTHERS), most, LEAST_OF_FOUR if most == 4 else LEAST)
 
 
 def cut_backward(programs: int, processors: int) -> Cutting:

@@ -149,8 +149,8 @@ GLUON = {
         ["channel_scores", "backward_state", "channel_gradients"],
     ],
     GATED_DELTA: [
-        ["head_scores", "invert_wild", "forward_state"],
-        ["head_scores", "invert_wild", "backward_state", "head_gradients"],
+        ["head_scores", "forward_state"],
+        ["head_scores", "backward_state", "head_gradients"],
     ],
     KIMI_DELTA: [["channel_scores", "forward_state"], ["channel_scores", "backward_state", "channel_gradients"]],
 }
@@ -185,8 +185,8 @@ def test_hopper_launches_a_walk_for_maps_and_a_chain_before_the_walk_of_segments
     inputs = convert(draw(row, Shape(1, 400, 2, 2, 128, 128), texts=2 if packed else None), torch.bfloat16)
     inputs["cu_seqlens"] = torch.tensor([0, 330, 400]) if packed else None
     forward, backward = launch_all(row, inputs, launches, segments.Cutting(4, 3, 1))
-    assert forward[-3:] == [("hopper", "forward_state"), ("portable", "chain"), ("hopper", "forward_state")]
-    walks = [("portable", "backward_state"), ("portable", "chain"), ("hopper", "backward_state")]
+    assert forward[-3:] == [("hopper", "forward_state"), ("hopper", "chain"), ("hopper", "forward_state")]
+    walks = [("portable", "backward_state"), ("hopper", "chain"), ("hopper", "backward_state")]
     assert [x for x in backward if x[1] in ("backward_state", "chain")] == walks
 
 

@@ -42,7 +42,7 @@ from lineate.kernels.hopper.channel_parts import (
     _reciprocal,
     _zero_below,
 )
-from lineate.kernels.hopper.parts import _exp2, barrier
+from lineate.kernels.hopper.parts import _exp2, _link, barrier
 from lineate.kernels.portable.channel import BF16_LIMIT
 from lineate.kernels.portable.gates import FLOOR, LOG2E
 from lineate.kernels.portable.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
@@ -190,6 +190,7 @@ def channel_scores(
     lower_bound,
     HV: gl.constexpr, R: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, RAW: gl.constexpr,
     RAW_BETA: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
+    LINK: gl.constexpr,
 ):  # fmt: skip
     """Fill the scores of every chunk: K = 128, bfloat16, PRODUCTS = "fp16". A unit is a slot and one of HV heads.
 
@@ -242,6 +243,7 @@ def channel_scores(
     fence_async_shared()
     barrier()
 
+    _link(LINK)
     u = gl.program_id(0)
     start, rows, head = _bounds(u, bounds, first_slots, slot_texts, t, HV, PACKED)
     cq = head // R * head_q

@@ -162,53 +162,59 @@ def _wild_inverse(
     return _substitute(T, low, high, line, till, here)
 
 
-@gluon.jit(do_not_specialize=["t", "slots"])
-def invert_wild(
-    k, T, factors, wild, bounds, first_slots, slot_texts, t, slots, stride_k, head_k,
-    HV: gl.constexpr, R: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, NORMALIZE: gl.constexpr,
+@gluon.jit
+def _mend(
+    k, T, factors, bounds, first_slots, slot_texts, t, wanted, items, stride_k, head_k,
+    H: gl.constexpr, R: gl.constexpr, SHARED: gl.constexpr, GATED: gl.constexpr, NORMALIZE: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Do what portable/scores.py's invert_wild does, with the bits of whole_walk. k, T: not descriptors."""
-    group = gl.program_id(0) * GROUP
-    head = gl.program_id(1)
-    among = group + gl.arange(0, GROUP, gl.BlockedLayout([1], [32], [4], [0]))
-    firsts = gl.load(wild + among.to(gl.int64) * HV + head, mask=among < slots, other=64)
-    if gl.min(firsts, 0) < 64:
-        tile = gl.allocate_shared_memory(gl.bfloat16, [64, WIDTH], gl.NVMMASharedLayout(128, 16, 2))
-        flat = gl.allocate_shared_memory(gl.float32, [FACTORS * 64], PLAIN)
-        both = gl.allocate_shared_memory(gl.float16, [64, 32], gl.NVMMASharedLayout(64, 16, 2))
-        swap = gl.allocate_shared_memory(gl.float16, [4, 16, 16], TILES)
-        small = gl.allocate_shared_memory(gl.float32, [3, 64], PLAIN)
-        rows_of: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-        line: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-        for n in range(gl.minimum(GROUP, slots - group)):
-            at = (group + n).to(gl.int64) * HV + head
-            till = gl.load(wild + at)
+    """Do what portable/scores.py's invert_wild does for a program of head_scores, with the bits of whole_walk.
+
+    k, T: no descriptors. wanted: items, or 0 if none of the program's has wild rows.
+    """
+    gl.inline_asm_elementwise(  # T is written, not only read, before it is written again
+        "cp.async.bulk.wait_group 0; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    tile = gl.allocate_shared_memory(gl.bfloat16, [64, WIDTH], gl.NVMMASharedLayout(128, 16, 2))
+    flat = gl.allocate_shared_memory(gl.float32, [FACTORS * 64], PLAIN)
+    both = gl.allocate_shared_memory(gl.float16, [64, 32], gl.NVMMASharedLayout(64, 16, 2))
+    swap = gl.allocate_shared_memory(gl.float16, [4, 16, 16], TILES)
+    small = gl.allocate_shared_memory(gl.float32, [3, 64], PLAIN)
+    rows_of: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    line: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    for n in range(gl.program_id(0), wanted, gl.num_programs(0)):
+        item = items - 1 - n
+        start, rows = _chunk_bounds(item // H, bounds, first_slots, slot_texts, t, PACKED)
+        i = gl.arange(0, 64, gl.SliceLayout(1, rows_of))[:, None]
+        x = gl.arange(0, WIDTH, gl.SliceLayout(0, rows_of))[None, :]
+        keys = k + (start.to(gl.int64) + i) * stride_k + item % H // SHARED * head_k + x
+        barrier()
+        tile.store(gl.load(keys, mask=i < rows, other=0.0))
+        fence_async_shared()
+        barrier()
+        none = gl.zeros([64, 64], gl.float32, ACC)
+        KK = warpgroup_mma(tile, tile.permute([1, 0]), none, use_acc=False, is_async=True)
+        KK = warpgroup_mma_wait(0, deps=(KK,))
+        square = _diagonal(KK, SMALL)
+        norms_k = small.index(0)
+        logs_k = small.index(1)
+        if NORMALIZE:
+            within = gl.arange(0, 64, square.type.layout) < rows
+            nk = gl.rsqrt(gl.where(within, square, 0.0) + 1e-6)
+            norms_k.store(nk)
+            logs_k.store(gl.log2(nk))
+        else:
+            norms_k.store(square)
+        for r in range(R):
+            at = (item * R + r).to(gl.int64)
+            given = gl.load(factors + at * (FACTORS * 64) + gl.arange(0, FACTORS * 64, line))
+            barrier()
+            flat.store(given)
+            barrier()
+            till = _tame_rows(flat, norms_k, norms_k, rows, GATED, NORMALIZE)
             if till < 64:
-                start, rows = _chunk_bounds(group + n, bounds, first_slots, slot_texts, t, PACKED)
-                i = gl.arange(0, 64, gl.SliceLayout(1, rows_of))[:, None]
-                x = gl.arange(0, WIDTH, gl.SliceLayout(0, rows_of))[None, :]
-                keys = k + (start.to(gl.int64) + i) * stride_k + head // R * head_k + x
-                numbers = gl.arange(0, FACTORS * 64, line)
-                given = gl.load(factors + at * (FACTORS * 64) + numbers)
-                barrier()
-                tile.store(gl.load(keys, mask=i < rows, other=0.0))
-                flat.store(given)
-                fence_async_shared()
-                barrier()
-                norms_k = small.index(0)
-                logs_k = small.index(1)
                 to_k = _vector(flat, BETA, LOW_ROW) * -1.0
                 if NORMALIZE:
-                    none = gl.zeros([64, 64], gl.float32, ACC)
-                    KK = warpgroup_mma(tile, tile.permute([1, 0]), none, use_acc=False, is_async=True)
-                    KK = warpgroup_mma_wait(0, deps=(KK,))
-                    square = _diagonal(KK, SMALL)
-                    within = gl.arange(0, 64, square.type.layout) < rows
-                    nk = gl.rsqrt(gl.where(within, square, 0.0) + 1e-6)
-                    norms_k.store(nk)
-                    logs_k.store(gl.log2(nk))
-                    barrier()
                     to_k = to_k * norms_k.load(LOW_ROW)
                 made = _wild_inverse(
                     tile, flat, norms_k, logs_k, to_k, small.index(2), swap, both, till, rows, n >> 28, GATED, NORMALIZE

@@ -3,52 +3,41 @@
 from lineate.kernels.call import Call
 from lineate.kernels.hopper.channel import channel_scores
 from lineate.kernels.hopper.descriptors import describe, describe_rows, describe_squares
-from lineate.kernels.hopper.inverse import invert_wild
-from lineate.kernels.hopper.scores import head_scores
-from lineate.kernels.launching import ceil_div, compiling, multiprocessors, start
-from lineate.kernels.portable.configurations import GROUP
+from lineate.kernels.hopper.head_scores import head_scores
+from lineate.kernels.launching import compiling, linked, multiprocessors, start
 from lineate.kernels.portable.gates import FACTORS
 from lineate.kernels.stages import Prepared
 
 
-def fill_head_scores(call: Call, ready: Prepared) -> None:
-    """Fill P and, if the rule corrects, T, for bfloat16.
+def fill_head_scores(call: Call, ready: Prepared, for_backward: bool) -> None:
+    """Fill P and, if the rule corrects, T, for bfloat16. Only the backward reads those of slots without a chunk.
 
-    If the rule corrects, the launch that fills the wild rows of T must follow.
+    If the rule corrects and k is not 128, the launch that fills the wild rows of T must follow.
     """
     _, h, hv, _, _ = call.sizes
     # An item is a chunk with all value heads of a key head; where these are few, with one value head.
     few = call.sequences.slots * h < 3 * multiprocessors(call.q.device)
     for groups in {h, hv} if compiling() else {hv if few else h}:
-        _launch_head_scores(call, ready, groups)
+        _launch_head_scores(call, ready, groups, for_backward)
 
 
-def _launch_head_scores(call: Call, ready: Prepared, groups: int) -> None:
+def _launch_head_scores(call: Call, ready: Prepared, groups: int, for_backward: bool) -> None:
     """Launch the kernel, with so many groups of value heads."""
     _, h, hv, K, _ = call.sizes
-    q, k, slots = call.q, call.k, call.sequences.slots
+    q, k, slots, firsts = call.q, call.k, call.sequences.slots, call.sequences.first_slots
+    used = None if firsts is None or for_backward or K != 128 else firsts[call.sequences.number :]
     items = slots * groups
     # Programs on a multiprocessor, as measured.
     side_by_side = 4 if h < hv else 3 if call.normalize_qk else 2
     squares = [describe_squares(x) for x in (ready.P, ready.T) if x is not None]
     start(head_scores, (min(side_by_side * multiprocessors(q.device), items),))(
         describe_rows(q, K), describe_rows(k, K), squares[0], squares[-1],
-        describe(ready.factors, slots * hv * FACTORS.value, 64, 64, [4, 64]), ready.factors, ready.wild,
-        *call.where, items, q.stride(2), k.stride(2), call.scale,
+        describe(ready.factors, slots * hv * FACTORS.value, 64, 64, [4, 64]), k, ready.T, ready.factors,
+        ready.wild,
+        *call.where, items, used, k.stride(1), q.stride(2), k.stride(2), call.scale,
         H=groups, R=hv // groups, SHARED=groups // h, K=K, GATED=call.gates.log_decay is not None,
         CORRECTS=call.corrects, NORMALIZE=call.normalize_qk, PACKED=call.sequences.packed,
-        num_warps=4, maxnreg=128,
-    )  # fmt: skip
-
-
-def fill_wild_rows(call: Call, ready: Prepared) -> None:
-    """Fill the rows of T from the first wild one on, for bfloat16 and k = 128, decay per head or none."""
-    _, h, hv, _, _ = call.sizes
-    k, slots = call.k, call.sequences.slots
-    start(invert_wild, (ceil_div(slots, GROUP), hv))(
-        k, ready.T, ready.factors, ready.wild, *call.where, slots, k.stride(1), k.stride(2),
-        HV=hv, R=hv // h, GROUP=GROUP, GATED=call.gates.log_decay is not None, NORMALIZE=call.normalize_qk,
-        PACKED=call.sequences.packed, num_warps=4,
+        num_warps=4, maxnreg=128, **linked(q.device),
     )  # fmt: skip
 
 
@@ -71,5 +60,5 @@ def fill_channel_scores(call: Call, ready: Prepared) -> None:
         HV=hv, R=hv // h, CORRECTS=call.corrects, NORMALIZE=call.normalize_qk, RAW=gates.raw_decay,
         RAW_BETA=gates.raw_beta,
         BIAS=gates.dt_bias is not None, KEEP=ready.M is not None or ready.norms is not None,
-        PACKED=call.sequences.packed, num_warps=4,
+        PACKED=call.sequences.packed, num_warps=4, **linked(call.q.device),
     )  # fmt: skip

@@ -1,12 +1,19 @@
 """The launches of walk.py, whole.py and walk_backward.py, and the numbers of columns and buffers of their programs."""
 
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
 from lineate.kernels.call import Call
+from lineate.kernels.hopper.chain import chain
 from lineate.kernels.hopper.descriptors import SHARED, describe, describe_rows, describe_squares
 from lineate.kernels.hopper.walk import forward_state
 from lineate.kernels.hopper.walk_backward import backward_state
 from lineate.kernels.hopper.whole import whole_walk
-from lineate.kernels.launching import multiprocessors, start
+from lineate.kernels.launching import ceil_div, linked, multiprocessors, next_power, start
 from lineate.kernels.stages import BackwardWalk, ForwardWalk, Prepared
+
+CHAIN_COLUMNS = 16  # of a program of the chain
+MAPS = gl.NVMMASharedLayout(128, 32, 2)  # of a tile of maps
 
 
 def _box_rows(K: int, channel: bool) -> int:
@@ -65,7 +72,7 @@ def walk_whole(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
         walk.outer, walk.final, output, sequences.bounds, sequences.first_slots, t,
         q.stride(2), k.stride(2), v.stride(2), call.scale,
         HV=hv, R=hv // q.shape[2], V=V, GATED=call.gates.log_decay is not None,
-        PACKED=sequences.packed, num_warps=8,
+        PACKED=sequences.packed, num_warps=8, **linked(q.device, last=True),
     )  # fmt: skip
 
 
@@ -101,8 +108,25 @@ def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
         HV=hv, R=hv // q.shape[2], K=K, V=V, BV=block, STAGES=stages, OUTS=outs,
         CHANNEL=channel, CORRECTS=corrects, KEEP=states is not None, MAP=walk.map_only, PACKED=sequences.packed,
         SCORES=scores, GATED=call.gates.log_decay is not None, num_warps=block // 16,
-        maxnreg=128 if walk.map_only and block == 64 else None,
+        maxnreg=128 if walk.map_only and block == 64 else None, **linked(q.device, last=not walk.map_only),
     )  # fmt: skip
+
+
+def chain_segments(call: Call, maps: Tensor) -> Tensor:
+    """Return the states at the cuts, `cut hv k v`."""
+    _, _, hv, K, V = call.sizes
+    sequences, cuts = call.sequences, call.sequences.cuts
+    inner = maps.new_empty(cuts, hv, K, V)
+    squares = describe(maps, cuts * hv * K, V + K, V + K, [K, K])
+    squares.layout = MAPS
+    apart = sequences.cutting.least_cuts
+    texts = ceil_div(cuts, apart) if sequences.packed else sequences.number
+    start(chain, (V // CHAIN_COLUMNS * hv * texts,))(
+        squares, maps, inner, sequences.first_cuts, sequences.cut_sequences, sequences.segments, apart, cuts,
+        HV=hv, K=K, V=V, BV=CHAIN_COLUMNS, NEAR=next_power(apart), STAGES=3, PACKED=sequences.packed,
+        num_warps=K // 16, **linked(maps.device),
+    )  # fmt: skip
+    return inner
 
 
 def backward_block(call: Call) -> int:

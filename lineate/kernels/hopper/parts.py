@@ -3,11 +3,21 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lineate.kernels.portable.gates import FACTORS
 
 COPY_REGISTERS = gl.constexpr(24)  # a thread, of a warp that only starts copies
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 3.7, triton 3.6
+
+
+@gluon.jit
+def _link(LINK: gl.constexpr):
+    """Do what link of layout.py does."""
+    if LINK != 0:
+        gdc_wait()
+    if LINK == 1:
+        gdc_launch_dependents()
 
 
 @gluon.jit

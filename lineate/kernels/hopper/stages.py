@@ -8,7 +8,6 @@ from lineate.kernels.hopper import launch_gradients, launch_scores, launch_walks
 from lineate.kernels.launching import multiprocessors
 from lineate.kernels.portable import launch_gradients as portable_gradients
 from lineate.kernels.portable import launch_scores as portable_scores
-from lineate.kernels.portable import launch_walks as portable_walks
 from lineate.kernels.portable.stages import PortableStages
 from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, InWalk, Prepared
 
@@ -63,18 +62,17 @@ class HopperStages(PortableStages):
         launch_scores.fill_channel_scores(self.call, ready)
         portable_scores.fill_channel_scores(self.call, ready, self.products[1], again=True)
 
-    def fill_head_scores(self, ready: Prepared) -> None:
+    def fill_head_scores(self, ready: Prepared, for_backward: bool) -> None:
         """Fill P and T with decay per head or none."""
         if self.takes_call and self.call.q.dtype == torch.bfloat16:
-            launch_scores.fill_head_scores(self.call, ready)
+            launch_scores.fill_head_scores(self.call, ready, for_backward)
         else:
-            super().fill_head_scores(ready)
+            super().fill_head_scores(ready, for_backward)
 
     def fill_wild_rows(self, ready: Prepared) -> None:
         """Fill the rows of T from the first wild one on, with decay per head or none."""
-        if self.takes_call and self.call.sizes[3] == 128:
-            launch_scores.fill_wild_rows(self.call, ready)
-        else:
+        scores_do = self.takes_call and self.call.q.dtype == torch.bfloat16 and self.call.sizes[3] == 128
+        if not scores_do:
             super().fill_wild_rows(ready)
 
     def walk_forward(self, ready: Prepared, walk: ForwardWalk) -> None:
@@ -87,8 +85,10 @@ class HopperStages(PortableStages):
             super().walk_forward(ready, walk)
 
     def chain_segments(self, maps: Tensor) -> Tensor:
-        """Return the states at the cuts; two maps fit into shared memory, so that one is fetched ahead."""
-        return portable_walks.chain_segments(self.call, maps, stages=3)
+        """Return the states at the cuts, from the maps of the segments before them."""
+        if self.takes_call:
+            return launch_walks.chain_segments(self.call, maps)
+        return super().chain_segments(maps)
 
     def walk_backward(self, ready: Prepared, walk: BackwardWalk) -> None:
         """Go from the last chunk to the first and fill what the walk names; Triton computes segment maps."""

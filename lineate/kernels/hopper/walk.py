@@ -37,6 +37,7 @@ from lineate.kernels.hopper.parts import (
     _factor,
     _fetch,
     _half,
+    _link,
     _rates,
     _ring,
     _segment,
@@ -384,7 +385,8 @@ def forward_state(
     bounds, first_slots, first_cuts, cut_texts, t, lasts, segments, head_q, head_k, head_v, scale,
     HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr,
-    PACKED: gl.constexpr, SCORES: gl.constexpr, GATED: gl.constexpr, num_warps: gl.constexpr,
+    PACKED: gl.constexpr, SCORES: gl.constexpr, GATED: gl.constexpr, LINK: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Do what state.py's forward_state does. q, k, w, v, P, T, factors, output, states: descriptors; out: the output.
 
@@ -409,6 +411,7 @@ def forward_state(
         if MAP:
             needed = needed & ((segment > 0) | (first < V))
         if not needed:
+            _link(LINK)
             return
     start, length, slot = _text_bounds(text, bounds, first_slots, t, PACKED)
     chunks = (length + 63) // 64
@@ -474,6 +477,7 @@ def forward_state(
     done, free = _signals(STAGES, OUTS)
     fence_async_shared()
     barrier()
+    _link(LINK)  # (find_slots, which makes the bounds, is at least two launches before this one)
     gl.warp_specialize(
         [
             (_walk, (

@@ -43,7 +43,17 @@ from lineate.kernels.hopper.inverse import (
     _vector,
     _wild_inverse,
 )
-from lineate.kernels.hopper.parts import _factor, _half, _store_rows, _text_bounds, _times, _trim, _upcoming, barrier
+from lineate.kernels.hopper.parts import (
+    _factor,
+    _half,
+    _link,
+    _store_rows,
+    _text_bounds,
+    _times,
+    _trim,
+    _upcoming,
+    barrier,
+)
 from lineate.kernels.hopper.scores import (
     ACC,
     LOW,
@@ -284,7 +294,7 @@ def _walk_columns(
 def whole_walk(
     q, k, v, factors, vectors, output, starts, final, out, bounds, first_slots, t, head_q, head_k, head_v, scale,
     HV: gl.constexpr, R: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
-    PACKED: gl.constexpr,
+    PACKED: gl.constexpr, LINK: gl.constexpr,
 ):  # fmt: skip
     """Fill out `b t hv v` and final `pair k v` from the states starts, for bfloat16, k = 128, decay per head or none.
 
@@ -339,6 +349,7 @@ def whole_walk(
     fence_async_shared()
     barrier()
 
+    _link(LINK)  # (find_slots, which makes the bounds, is at least two launches before this one)
     at = slot * HV + head
     lasts = vectors + (gl.where(count > 0, at, 0).to(gl.int64) * FACTORS + LAST) * 64
     gl.warp_specialize(

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from lineate.kernels.portable.gates import FLOOR, LOG2E, allowed, decay_of_gate, gate_gradients, is_small
-from lineate.kernels.portable.layout import chunk_bounds, load_tile, store_tile
+from lineate.kernels.portable.layout import chunk_bounds, link, load_tile, store_tile
 from lineate.kernels.portable.scores import load_norms
 from lineate.kernels.portable.solve import first_wild_row, invert
 
@@ -137,7 +137,7 @@ def channel_scores(
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr, C: tl.constexpr,
     CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr, RAW_BETA: tl.constexpr,
     BIAS: tl.constexpr, KEEP: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    PRODUCTS: tl.constexpr, AGAIN: tl.constexpr,
+    PRODUCTS: tl.constexpr, AGAIN: tl.constexpr, LINK: tl.constexpr,
 ):  # fmt: skip
     """Compute the scores, BX channels at a time; a program takes a chunk and value head.
 
@@ -145,6 +145,7 @@ def channel_scores(
     (AGAIN) stores Qr, Kr, P, M and T again, from the first wild row of each chunk on. It also stores Kw of all rows and
     e^{G_c} again, since these depend on the decay of the wild rows.
     """
+    link(LINK)
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)

@@ -9,7 +9,7 @@ They are separate small kernels because the sums run along the tokens, which wou
 import triton
 import triton.language as tl
 
-from lineate.kernels.portable.layout import chunk_bounds
+from lineate.kernels.portable.layout import chunk_bounds, link
 
 # e^-200 and any product with it is 0 in float32, so this floor on log_decay changes no result and keeps sums small.
 FLOOR = tl.constexpr(-200.0)
@@ -85,13 +85,14 @@ def gate_gradients(d, x, speed, lower_bound):
 def head_gates(
     log_decay, beta, A_log, dt_bias, factors, bounds, first_slots, slot_texts, t, scale, beta_scale, lower_bound,
     HV: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, CORRECTS: tl.constexpr,
-    RAW: tl.constexpr, RAW_BETA: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
+    RAW: tl.constexpr, RAW_BETA: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr, LINK: tl.constexpr,
 ):  # fmt: skip
     """Compute the factors of decay per head; a program takes a chunk and HEADS value heads, in tiles [C, HEADS].
 
     G is summed in two parts. Coarse is a multiple of 1/512 below 2^14 and adds without rounding; fine is the rest,
     below 1/1024 per token. So e^{G_i - G_j} is as exact after a reset as before, and causal to the last bit.
     """
+    link(LINK)
     slot = tl.program_id(0)
     start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
     i = tl.arange(0, C)

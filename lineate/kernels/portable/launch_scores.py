@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lineate.kernels.call import CHUNK, Call
-from lineate.kernels.launching import ceil_div, next_power, start
+from lineate.kernels.launching import ceil_div, linked, next_power, start
 from lineate.kernels.portable.channel import channel_scores, make_spans
 from lineate.kernels.portable.configurations import GROUP, launch, power, precision
 from lineate.kernels.portable.gates import FACTORS, head_gates
@@ -57,6 +57,7 @@ def fill_channel_scores(call: Call, ready: Prepared, products: str, again: bool)
         RAW=gates.raw_decay, RAW_BETA=gates.raw_beta, BIAS=gates.dt_bias is not None, KEEP=ready.M is not None,
         PACKED=call.sequences.packed, SPLIT=q.dtype != torch.float32,
         PRECISION=precision(call), PRODUCTS=products, AGAIN=again, **launch("channel_scores", BX=BK),
+        **linked(q.device),
     )  # fmt: skip
 
 
@@ -79,7 +80,7 @@ def fill_factors(call: Call, ready: Prepared) -> None:
         gates.beta_scale, gates.lower_bound,
         HV=hv, HEADS=heads, C=CHUNK, GATED=gates.log_decay is not None, CORRECTS=call.corrects,
         RAW=gates.raw_decay, RAW_BETA=gates.raw_beta, BIAS=gates.dt_bias is not None, PACKED=call.sequences.packed,
-        **launch("head_gates"),
+        **launch("head_gates"), **linked(call.q.device),
     )  # fmt: skip
 
 

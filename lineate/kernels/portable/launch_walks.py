@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from lineate.kernels.call import CHUNK, Call
-from lineate.kernels.launching import ceil_div, next_power, start
+from lineate.kernels.launching import ceil_div, linked, next_power, start
 from lineate.kernels.portable.configurations import launch, launch_walk, power, precision
 from lineate.kernels.portable.split import chain
 from lineate.kernels.portable.state import backward_state, forward_state
@@ -44,17 +44,17 @@ def walk_backward(call: Call, ready: Prepared, walk: BackwardWalk) -> None:
     )  # fmt: skip
 
 
-def chain_segments(call: Call, maps: Tensor, stages: int | None = None) -> Tensor:
-    """Return the states at the cuts, `cut hv k v`. stages: those of the loop over cuts, if not the configured ones."""
+def chain_segments(call: Call, maps: Tensor) -> Tensor:
+    """Return the states at the cuts, `cut hv k v`."""
     _, _, hv, K, V = call.sizes
     sequences = call.sequences
     inner = maps.new_empty(sequences.cuts, hv, K, V)
     config = launch("chain", BV=power(V))
-    config["num_stages"] = stages or config["num_stages"]
     apart = sequences.cutting.least_cuts
     texts = ceil_div(sequences.cuts, apart) if sequences.packed else sequences.number
     start(chain, (ceil_div(V, config["BV"]) * hv * texts,))(
         maps, inner, sequences.first_cuts, sequences.cut_sequences, sequences.segments, apart, sequences.cuts,
         HV=hv, K=K, V=V, BK=power(K), NEAR=next_power(apart), PACKED=sequences.packed, **config,
+        **linked(maps.device),
     )  # fmt: skip
     return inner

@@ -10,6 +10,21 @@ all sequences are numbered consecutively; buffers with one item per cut and head
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def link(LINK: tl.constexpr):
+    """Wait for the end of the launch before this one; then, if LINK is 1, let the next one begin to wait.
+
+    So a kernel may read, before it waits, what the launch before the last one has written. LINK 0: the launches of a
+    stream wait for each other without this. Every program must call it, also one that has nothing to do: otherwise this
+    launch could end before the one before it.
+    """
+    if LINK != 0:
+        gdc_wait()
+    if LINK == 1:
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -108,21 +123,36 @@ def count_cuts(chunks, shortest, most, least):
     return tl.where(chunks < shortest, 0, tl.minimum(most, chunks // least) - 1)
 
 
+@triton.jit
+def _clear_token(x, token, SIZE: tl.constexpr, BN: tl.constexpr):
+    """Set the SIZE numbers of a token to 0; x may be None."""
+    if x is not None:
+        for first in range(0, SIZE, BN):
+            j = first + tl.arange(0, BN)
+            tl.store(x + token * SIZE + j, tl.zeros((BN,), x.dtype.element_ty), mask=j < SIZE)
+
+
 @triton.jit(do_not_specialize=["t", "texts", "slots", "cuts", "shortest", "most", "least"])
 def find_slots(
-    cu_seqlens, bounds, first_slots, slot_texts, first_cuts, cut_texts,
+    cu_seqlens, bounds, first_slots, slot_texts, first_cuts, cut_texts, output,
     t, texts, slots, cuts, shortest, most, least, BT: tl.constexpr, BS: tl.constexpr, C: tl.constexpr,
+    SIZE: tl.constexpr, LINK: tl.constexpr,
 ):  # fmt: skip
     """Find the sequence of each slot and, unless cut_texts is None, of each cut: BS of them per program.
 
     The first program also writes bounds, first_slots and first_cuts. There are no more cuts than slots. Wrong bounds
     are harmless: they are clamped to 0 .. t, and none is less than an earlier one.
+
+    Tokens of output, unless it is None, that lie in no sequence are set to 0; each has SIZE numbers. Sequences follow
+    each other without gaps, so these are the tokens before the first and after the last.
     """
+    link(LINK)
     slot = tl.program_id(0) * BS + tl.arange(0, BS)
     ended = tl.zeros((BS,), tl.int32)  # sequences that end before a slot
     passed = tl.zeros((BS,), tl.int32)  # sequences whose cuts all come before a cut
     before = tl.zeros((), tl.int32)
     top = tl.zeros((), tl.int64)
+    lowest = tl.minimum(tl.maximum(tl.load(cu_seqlens), 0), t).to(tl.int32)
     used = tl.zeros((), tl.int32)
     for begin in range(0, texts, BT):
         i = begin + tl.arange(0, BT)
@@ -155,27 +185,25 @@ def find_slots(
         if tl.program_id(0) == 0:
             tl.store(first_cuts + texts, before)
         tl.store(cut_texts + slot, tl.where(passed < texts, passed, -1), mask=slot < cuts)
-
-
-@triton.jit
-def _clear_token(x, token, SIZE: tl.constexpr, BN: tl.constexpr):
-    """Set the SIZE numbers of a token to 0; x may be None."""
-    if x is not None:
-        for first in range(0, SIZE, BN):
-            j = first + tl.arange(0, BN)
-            tl.store(x + token * SIZE + j, tl.zeros((BN,), x.dtype.element_ty), mask=j < SIZE)
+    if output is not None:
+        for first in range(tl.program_id(0) * C, t, tl.num_programs(0) * C):
+            if (first < lowest) | (first + C > top):
+                for each in range(first, tl.minimum(first + C, t)):
+                    if (each < lowest) | (each >= top):
+                        _clear_token(output, tl.cast(each, tl.int64), SIZE, 256)
 
 
 @triton.jit(do_not_specialize=["t", "texts"])
 def clear_outside(
     bounds, a, b, c, d, e, t, texts,
     A: tl.constexpr, B: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, LINK: tl.constexpr,
 ):  # fmt: skip
     """Set the tokens of a .. e `t ...` that lie in no sequence to 0; a token of them has A, B, D, E, F numbers.
 
     Sequences follow each other without gaps (find_slots), so these are the tokens before the first and after the last.
     """
+    link(LINK)
     low = tl.load(bounds).to(tl.int32)
     high = tl.load(bounds + texts).to(tl.int32)
     first = tl.program_id(0) * BT

@@ -10,6 +10,8 @@ first one only its result for the state before the sequence. The work is up to t
 import triton
 import triton.language as tl
 
+from lineate.kernels.portable.layout import link
+
 CHAIN_WIDTH = 128  # the most keys: a map [k, k] in float32 must fit into shared memory
 
 
@@ -17,7 +19,7 @@ CHAIN_WIDTH = 128  # the most keys: a map [k, k] in float32 must fit into shared
 def chain(
     maps, inner, first_cuts, cut_texts, segments, apart, cuts,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NEAR: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, LINK: tl.constexpr,
 ):  # fmt: skip
     """Fill inner `cut hv k v`, the state at each cut, from maps `cut hv k (v + k)`: B and A of the segment before it.
 
@@ -27,6 +29,7 @@ def chain(
     The first cuts of two packed sequences are at least `apart` from each other (NEAR is the next power of two). So a
     program looks for one among as many cuts: most sequences are not cut, and there are too many to ask each.
     """
+    link(LINK)
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     head = tl.program_id(0) // BLOCKS % HV
     part = tl.program_id(0) // BLOCKS // HV

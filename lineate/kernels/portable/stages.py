@@ -66,7 +66,7 @@ class PortableStages:
         ready = launch_scores.make_head_room(call, self.looks_for_wild, in_walk)
         launch_scores.fill_factors(call, ready)
         if ready.P is not None or ready.T is not None:
-            self.fill_head_scores(ready)
+            self.fill_head_scores(ready, for_backward)
             if len(self.products) > 1:
                 self.fill_wild_rows(ready)
         return ready
@@ -85,7 +85,7 @@ class PortableStages:
         for n, products in enumerate(self.products):
             launch_scores.fill_channel_scores(self.call, ready, products, again=n > 0)
 
-    def fill_head_scores(self, ready: Prepared) -> None:
+    def fill_head_scores(self, ready: Prepared, for_backward: bool) -> None:
         """Fill P and T with decay per head or none; if wild rows are found, fill only the tame rows of T."""
         launch_scores.fill_head_scores(self.call, ready, self.products[0])
 

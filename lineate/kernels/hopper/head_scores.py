@@ -1,0 +1,257 @@
+"""The head_scores of portable/scores.py for Hopper (sm_90), in Gluon, by persistent programs with TMA and wgmma.
+
+scores.py and inverse.py have the parts. A program makes P and T of its chunks one after another; where chunks have wild
+rows, which is rare, it then makes those rows of T again.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from lineate.kernels.hopper.inverse import _mend
+from lineate.kernels.hopper.parts import _between, _link, _times, barrier
+from lineate.kernels.hopper.scores import (
+    ACC,
+    SMALL,
+    TILES,
+    _begin_end,
+    _diagonal,
+    _halves,
+    _invert_blocks,
+    _mask,
+    _merge_blocks,
+    _pack_bf16,
+    _pack_fp16,
+    _place,
+    _row,
+    _text,
+)
+from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, LOG2E, READ_K, READ_Q, WRITE
+from lineate.kernels.portable.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
+
+
+@gluon.jit(do_not_specialize=["t", "items"])
+def head_scores(
+    q, k, P, T, vectors, keys, inverses, factors, wild, bounds, first_slots, slot_texts, t, items,
+    used, stride_k, head_q, head_k, scale,
+    H: gl.constexpr, R: gl.constexpr, SHARED: gl.constexpr, K: gl.constexpr,
+    GATED: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, PACKED: gl.constexpr,
+    LINK: gl.constexpr,
+):  # fmt: skip
+    """Fill P and T of every chunk with decay per head or none. An item is a slot and one of H groups of R value heads.
+
+    SHARED groups have the same key head.
+
+    q, k: descriptors of [64, K]; P, T: of [64, 64]; vectors: of factors, [4, 64]; keys, inverses: k and T themselves.
+    items: slots H. used: the number of slots that have a chunk, if only these are wanted.
+    wild `slot hv`, unless K is 128: the first wild row, or 64; another launch makes those rows.
+    """
+    acc: gl.constexpr = ACC
+    small: gl.constexpr = SMALL
+    row: gl.constexpr = gl.SliceLayout(1, acc)
+    column: gl.constexpr = gl.SliceLayout(0, acc)
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])  # every warp holds all 64
+    thin: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    VECTORS: gl.constexpr = GATED or CORRECTS
+
+    all_k = gl.allocate_shared_memory(gl.bfloat16, [1, 64, K], k.layout)
+    ready_k = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready_k, count=1)
+    all_q = gl.allocate_shared_memory(gl.bfloat16, [1, 64, K], q.layout)
+    all_P = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], P.layout)
+    ready_q = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready_q, count=1)
+    if VECTORS:
+        kept = gl.allocate_shared_memory(gl.float32, [1, 4, 64], vectors.layout)
+        ready_v = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(ready_v, count=1)
+    if CORRECTS:
+        all_T = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], T.layout)
+        # X of rows ..32, and N of the other rows.
+        all_both = gl.allocate_shared_memory(gl.float16, [1, 64, 32], gl.NVMMASharedLayout(64, 16, 2))
+        swap = gl.allocate_shared_memory(gl.float16, [4, 16, 16], TILES)
+    if CORRECTS and not NORMALIZE:
+        squares = gl.allocate_shared_memory(gl.float32, [64], plain)
+    if NORMALIZE:
+        norms_q = gl.allocate_shared_memory(gl.float32, [64], plain)
+        norms_k = gl.allocate_shared_memory(gl.float32, [64], plain)
+        logs_k = gl.allocate_shared_memory(gl.float32, [64], plain)
+    fence_async_shared()
+    barrier()
+
+    if used is not None:
+        items = gl.minimum(gl.load(used).to(gl.int32) * H, items)
+    item = items - 1 - gl.program_id(0)  # the last first, so that the walk finds the first chunks' in the cache
+    if item < 0:  # there are fewer chunks than programs
+        _link(LINK)
+        return
+    text = _text(item // H, slot_texts, PACKED)
+    begin, end, first = _begin_end(text, bounds, first_slots, PACKED)
+    start, rows = _place(item // H, begin, end, first, t, PACKED)
+    mbarrier.expect(ready_k, 128 * K)
+    tma.async_copy_global_to_shared(k, [start, item % H // SHARED * head_k], ready_k, all_k.index(0))
+    mbarrier.expect(ready_q, 128 * K)
+    tma.async_copy_global_to_shared(q, [start, item % H // SHARED * head_q], ready_q, all_q.index(0))
+    _link(LINK)  # the launch before this one makes the factors
+    if VECTORS:
+        mbarrier.expect(ready_v, 1024)
+        tma.async_copy_global_to_shared(vectors, [item * R * FACTORS + BETA, 0], ready_v, kept.index(0))
+    barrier()
+
+    i1 = gl.arange(0, 64, row)
+    i = i1[:, None]
+    j = gl.arange(0, 64, column)[None, :]
+    below = _mask(i >= j)
+    none = gl.zeros([64, 64], gl.float32, acc)
+    phase = 0
+    phase_v = 0
+    count = (item // gl.num_programs(0) + 1) * R
+    wildest = 64
+    for n in range(0, count):
+        r = n % R
+        last = r == R - 1
+        u = item * R + r
+        zero = u >> 28
+        tile_k = all_k.index(zero)
+        tile_q = all_q.index(zero)
+        tile_P = all_P.index(zero)
+        # Find the next item, and fetch its tiles step by step.
+        upcoming = item - gl.where(last, gl.num_programs(0), 0)
+        more = upcoming >= 0
+        next_item = gl.where(more, upcoming, item)
+        text = _text(next_item // H, slot_texts, PACKED)
+        mbarrier.wait(ready_k, phase)
+        mbarrier.wait(ready_q, phase)
+        if NORMALIZE:
+            vector = factors + u.to(gl.int64) * (FACTORS * 64) + gl.arange(0, 64, thin)
+            read_q = gl.load(vector + READ_Q * 64)
+            read_k = gl.load(vector + READ_K * 64)
+            write = gl.load(vector + WRITE * 64)
+            if r == zero:
+                qq = warpgroup_mma(tile_q, tile_q.permute([1, 0]), none, use_acc=False, is_async=True)
+                kk = warpgroup_mma(tile_k, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
+                qq, kk = warpgroup_mma_wait(0, deps=(qq, kk))
+                sq = _diagonal(qq, small)
+                sk = _diagonal(kk, small)
+                there = gl.arange(0, 64, sq.type.layout) < rows
+                nk = gl.rsqrt(gl.where(there, sk, 0.0) + 1e-6)
+                norms_q.store(gl.rsqrt(gl.where(there, sq, 0.0) + 1e-6))
+                norms_k.store(nk)
+                logs_k.store(gl.log2(nk))
+                barrier()
+        QK = warpgroup_mma(tile_q, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
+        begin, end, first = _begin_end(text, bounds, first_slots, PACKED)
+        if VECTORS:
+            mbarrier.wait(ready_v, phase_v)
+            given = kept.index(zero)._reinterpret(gl.float32, [256], plain)
+        to_q = gl.full([64], 1.0, gl.float32, row) * scale
+        if NORMALIZE:
+            to_q = to_q * norms_q.load(row)
+        if GATED:
+            fine_j = _times(_row(given, FINE, column), -LOG2E)
+            if NORMALIZE:
+                fine_j = fine_j + logs_k.load(column)
+            fine_i = _times(_row(given, FINE, row), LOG2E)
+            coarse_i, coarse_j = _row(given, COARSE, row), _row(given, COARSE, column)
+            # (entries with j > i are arbitrary)
+            D = _between(coarse_i[:, None], coarse_j[None, :], fine_i[:, None], fine_j[None, :])
+        elif NORMALIZE:
+            D = norms_k.load(column)[None, :] + gl.zeros([64, 64], gl.float32, acc)
+        QK = warpgroup_mma_wait(0, deps=(QK,))
+        if CORRECTS:
+            KK = warpgroup_mma(tile_k, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
+        else:
+            tma.store_wait(0)
+            barrier()  # P has been stored; all warps' products have read q and k
+        if GATED or NORMALIZE:
+            QK = QK * D
+        tile_P.store(_pack_bf16(QK * to_q[:, None], below, _mask(i < rows)))
+        if CORRECTS:
+            KK = warpgroup_mma_wait(0, deps=(KK,))
+            if not NORMALIZE:
+                squares.store(_diagonal(KK, small))
+        if NORMALIZE:
+            nq = norms_q.load(thin)
+            nk = norms_k.load(thin)
+            gl.store(vector + READ_Q * 64, read_q * nq)
+            gl.store(vector + READ_K * 64, read_k * nk)
+            gl.store(vector + WRITE * 64, write * nk)
+        next_start, next_rows = _place(next_item // H, begin, end, first, t, PACKED)
+        next_head = next_item % H // SHARED
+        ask = last & more
+        ahead = more | (last == 0)
+        mbarrier.expect(ready_k, 128 * K, pred=ask)
+        mbarrier.expect(ready_q, 128 * K, pred=ask)
+        if VECTORS and not CORRECTS:
+            mbarrier.expect(ready_v, 1024, pred=ahead)
+        fence_async_shared()
+        barrier()  # P and squares are complete; all warps' products have read q and k
+        tma.async_copy_global_to_shared(k, [next_start, next_head * head_k], ready_k, tile_k, pred=ask)
+        tma.async_copy_shared_to_global(P, [u * 64, 0], tile_P)
+        tma.async_copy_global_to_shared(q, [next_start, next_head * head_q], ready_q, tile_q, pred=ask)
+        next_u = next_item * R + gl.where(last, 0, r + 1)
+        if CORRECTS:
+            # As solve.first_wild_row does; a row whose decay is NaN is wild too.
+            each = gl.arange(0, 64, line)
+            rate = _row(given, BETA, line)
+            if NORMALIZE:
+                norm = norms_k.load(line)
+                square = 1.0 - 1e-6 * norm * norm  # squared lengths of unit keys, and of keys that are 0
+                tame = (norm > 0.0) & (rate * square <= MOST_STEP)
+            else:
+                square = squares.load(line)
+                tame = (rate * square <= MOST_STEP) & (square <= MOST_SQUARE)
+            tame = tame & (rate >= 0.0) & (rate <= MOST_BETA)
+            if GATED:
+                tame = tame & (_row(given, COARSE, line) <= 0.0)
+            till = gl.min(gl.where((tame == 0) & (each < rows), each, 64), 0)
+            if K == 128:
+                wildest = gl.minimum(wildest, till)
+            else:
+                gl.store(wild + u, till)
+
+            to_k = _row(given, BETA, row) * -1.0
+            if NORMALIZE:
+                to_k = to_k * norms_k.load(row)
+            if GATED or NORMALIZE:
+                KK = KK * D
+            N = _pack_fp16(KK * to_k[:, None], below, _mask(i < gl.minimum(till, rows)))
+            N_low, N_high = _halves(N, 32)
+            X, XN = _invert_blocks(N_low, N_high, swap, 0)
+            mbarrier.expect(ready_v, 1024, pred=ahead)
+            fence_async_shared()
+            tma.store_wait(1)
+            barrier()  # X is complete; all warps have read the factors; T has been stored
+            tma.async_copy_global_to_shared(
+                vectors, [next_u * FACTORS + BETA, 0], ready_v, kept.index(zero), pred=ahead
+            )
+            whole = _merge_blocks(N_low, X, XN, swap, all_both.index(zero))
+            tile_T = all_T.index(zero)
+            tile_T.store(whole.to(gl.bfloat16))
+        if CORRECTS:
+            fence_async_shared()
+            tma.store_wait(0)  # of P
+            barrier()
+            tma.async_copy_shared_to_global(T, [u * 64, 0], tile_T)
+        elif VECTORS:
+            tma.async_copy_global_to_shared(
+                vectors, [next_u * FACTORS + BETA, 0], ready_v, kept.index(zero), pred=ahead
+            )
+        phase_v ^= 1
+        phase ^= gl.where(last, 1, 0)
+        start = next_start
+        rows = next_rows
+        item = next_item
+    tma.store_wait(0)
+    if CORRECTS and K == 128:
+        _mend(
+            keys, inverses, factors, bounds, first_slots, slot_texts, t, gl.where(wildest < 64, items, 0), items,
+            stride_k, head_k, H, R, SHARED, GATED, NORMALIZE, PACKED,
+        )  # fmt: skip
