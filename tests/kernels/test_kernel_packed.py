@@ -106,10 +106,11 @@ def test_only_tokens_outside_of_every_sequence_are_cleared(wrong, path):
     kernels = importlib.import_module("lineate.kernels.call")
     sizes = (1, 3), (300,), (2, 128), (), (4,)
     drawn = [torch.full((1, 140, *size), 7.0, dtype=path.dtype, device=path.device) for size in sizes]
-    sequences = kernels.find_sequences(drawn[0][..., None], torch.tensor(wrong, device=path.device))
+    bounds, output = torch.tensor(wrong, device=path.device), drawn[1].clone()
+    sequences = kernels.find_sequences(drawn[0][..., None], bounds, output=output)
     kernels.clear(sequences, 140, *drawn)
     low, high = wrong[0], max(wrong)
-    for x in drawn:
+    for x in (*drawn, output):
         assert x[:, low:high].eq(7).all()
         assert x[:, :low].eq(0).all() and x[:, high:].eq(0).all()
 

@@ -193,15 +193,16 @@ def test_wrong_bounds_make_no_cut_outside_of_the_tokens(wrong, path):
 
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("rule", [(4, 6, 1), (2, 3, 1), (2, 9, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(16, 32, torch.float32), (64, 128, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("chunks", [(10, 2, 4, 0, 5, 1), (2,) * 5, (1, 12), (1, 1)], ids=str)
-def test_the_chain_finds_the_cuts_of_every_packed_sequence(chunks, rule, path):
-    """Sequences with the most and the least cuts, and uncut ones between them."""
-    call, segments, stages = (
-        importlib.import_module(f"lineate.kernels.{name}") for name in ("call", "segments", "portable.stages")
+def test_the_chain_finds_the_cuts_of_every_packed_sequence(chunks, sizes, rule, path):
+    """Sequences with the most and the least cuts, and uncut ones between them; bfloat16 is for the chain in Gluon."""
+    architectures, call, segments = (
+        importlib.import_module(f"lineate.kernels.{name}") for name in ("architectures", "call", "segments")
     )
-    cutting, (K, V, hv) = segments.Cutting(*rule), (16, 32, 2)
+    cutting, hv, (K, V, dtype) = segments.Cutting(*rule), 2, sizes
     lengths = [max(0, CHUNK * n - 3) for n in chunks]
-    q, v = (torch.zeros(1, sum(lengths), hv, n, device=path.device) for n in (K, V))
+    q, v = (torch.zeros(1, sum(lengths), hv, n, dtype=dtype, device=path.device) for n in (K, V))
     beta = torch.zeros(1, sum(lengths), hv, device=path.device)
     inputs = lineate.call.Inputs(q, q, v, None, beta, None, bounds(lengths).to(path.device))
     made = call.make_call(inputs, lineate.call.Options(True, 1.0, False), cutting)
@@ -210,8 +211,8 @@ def test_the_chain_finds_the_cuts_of_every_packed_sequence(chunks, rule, path):
         assert not any(cuts)
         return
     generator = torch.Generator().manual_seed(0)
-    maps = torch.randn(made.sequences.cuts, hv, K, V + K, generator=generator).to(path.device) / 4
-    found = stages.PortableStages(made).chain_segments(maps)
+    maps = torch.randn(made.sequences.cuts, hv, K, V + K, generator=generator).to(path.device) / K**0.5
+    found = architectures.stages_for(made).chain_segments(maps)
     cut = 0
     for count in cuts:
         S = torch.zeros(hv, K, V, dtype=torch.float64, device=path.device)
