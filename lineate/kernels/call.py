@@ -105,7 +105,7 @@ def clear(sequences: Sequences, t: int, *tensors: Tensor | None) -> None:
         BT=64,
         BN=256,
         num_warps=4,
-        **linked(sequences.bounds.device),
+        **linked(sequences.bounds.device, last=True),
     )
 
 

@@ -12,6 +12,7 @@ struct attribute {
     union {
         char all[64];
         int allowed;
+        uint64_t aligned; /* as CUDA's, which has pointers */
     } value;
 };
 struct config {

@@ -22,9 +22,9 @@ Four words that the kernels use:
     wild     A row (token) of a chunk is wild if the fast products could overflow or lose digits there: in the inverse,
              whose products are float16's for bfloat16 inputs, because its beta is negative, or its beta, |k|^2 or
              beta |k|^2 is too large (portable/solve.py); in hopper/channel.py, also because a channel has decayed too
-             far since the first row of its block of 16. A second, slower launch computes the first wild row of each
-             chunk and all later ones. In the gradients of hopper/channel_gradients.py, `wild` marks whole chunks, for
-             64 key channels at a time.
+             far since the first row of its block of 16. The first wild row of each chunk and all later ones are
+             computed again, more slowly. In the gradients of hopper/channel_gradients.py, `wild` marks whole chunks,
+             for 64 key channels at a time.
     tame     Not wild.
     board    A small float32 tile in shared memory with one number a block of 16 rows and key channel, through which the
              warps of a program exchange these numbers (hopper/channel.py, hopper/channel_gradients.py).

@@ -1,7 +1,8 @@
 """The chain over the segments of a long walk (portable/split.py), in Gluon.
 
 A step of the chain is S <- A S + B with the map A, B of a segment. A and S are divided into the part that tf32 can hold
-and the rest, and three products of these are made, which is nearly as exact as float32. Maps are fetched ahead.
+and the rest, and three products of these are made, which is nearly as exact as float32 (an infinite
+number becomes NaN). Maps are fetched ahead.
 """
 
 from triton.experimental import gluon
@@ -14,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.hopper.parts import _link, _upcoming, barrier
+from lineate.kernels.hopper.parts import _fresh, _link, _upcoming, barrier
 
 
 @gluon.jit
@@ -38,14 +39,14 @@ def chain(
     if PACKED:
         beside = gl.arange(0, NEAR, gl.BlockedLayout([1], [32], [num_warps], [0]))
         near = part * apart + beside
-        text = gl.load(cut_texts + near, mask=(beside < apart) & (near < cuts), other=-1)
-        begins = gl.load(first_cuts + text, mask=text >= 0, other=-1) == near
+        text = gl.load(cut_texts + near, mask=(beside < apart) & (near < cuts), other=-1, cache_modifier=".cg")
+        begins = gl.load(first_cuts + text, mask=text >= 0, other=-1, cache_modifier=".cg") == near
         text = gl.max(gl.where(begins, text, -1), 0)
         if text < 0:
             _link(LINK)
             return
-        cut = gl.load(first_cuts + text)
-        cuts = gl.load(first_cuts + text + 1) - cut
+        cut = _fresh(first_cuts + text, True)
+        cuts = _fresh(first_cuts + text + 1, True) - cut
     else:
         cuts = segments - 1
         cut = part * cuts

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lineate.kernels.hopper.inverse import _mend
-from lineate.kernels.hopper.parts import _between, _link, _times, barrier
+from lineate.kernels.hopper.parts import _between, _fresh, _link, _times, barrier
 from lineate.kernels.hopper.scores import (
     ACC,
     SMALL,
@@ -36,7 +36,7 @@ from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, LOG2E, R
 from lineate.kernels.portable.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
 
 
-@gluon.jit(do_not_specialize=["t", "items"])
+@gluon.jit(do_not_specialize=["t", "items", "used"])
 def head_scores(
     q, k, P, T, vectors, keys, inverses, factors, wild, bounds, first_slots, slot_texts, t, items,
     used, stride_k, head_q, head_k, scale,
@@ -87,7 +87,7 @@ def head_scores(
     barrier()
 
     if used is not None:
-        items = gl.minimum(gl.load(used).to(gl.int32) * H, items)
+        items = gl.minimum(_fresh(used, True).to(gl.int32) * H, items)
     item = items - 1 - gl.program_id(0)  # the last first, so that the walk finds the first chunks' in the cache
     if item < 0:  # there are fewer chunks than programs
         _link(LINK)

@@ -1,4 +1,4 @@
-"""The launches of scores.py and channel.py: P, T and the other parts of a chunk that do not depend on the state."""
+"""The launches of head_scores.py and channel.py: P, T and all else of a chunk that does not depend on the state."""
 
 from lineate.kernels.call import Call
 from lineate.kernels.hopper.channel import channel_scores

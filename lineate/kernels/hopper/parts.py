@@ -21,6 +21,12 @@ def _link(LINK: gl.constexpr):
 
 
 @gluon.jit
+def _fresh(at, there):
+    """Load numbers that may be read before _link, past the cache of the multiprocessor, which may hold older ones."""
+    return gl.load(at, mask=there, other=0, cache_modifier=".cg")
+
+
+@gluon.jit
 def _exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
@@ -59,10 +65,10 @@ def _segment(item, first_cuts, cut_texts, lasts, segments, CUT: gl.constexpr, PA
     if CUT:
         cut = item - lasts
         if PACKED:
-            text = gl.where(cut < 0, item, gl.load(cut_texts + cut, mask=cut >= 0, other=0))
+            text = gl.where(cut < 0, item, _fresh(cut_texts + cut, cut >= 0))
             there = text >= 0
-            first_cut = gl.load(first_cuts + text, mask=there, other=0)
-            segments = gl.load(first_cuts + text + 1, mask=there, other=0) - first_cut + 1
+            first_cut = _fresh(first_cuts + text, there)
+            segments = _fresh(first_cuts + text + 1, there) - first_cut + 1
         else:
             text = gl.where(cut < 0, item, cut // (segments - 1))
             first_cut = text * (segments - 1)
@@ -87,9 +93,9 @@ def _entering(
 def _text_bounds(text, bounds, first_slots, t, PACKED: gl.constexpr):
     """Return what text_bounds of layout.py returns, in 32 bits."""
     if PACKED:
-        start = gl.load(bounds + text).to(gl.int32)
-        length = gl.load(bounds + text + 1).to(gl.int32) - start
-        slot = gl.load(first_slots + text).to(gl.int32)
+        start = _fresh(bounds + text, True).to(gl.int32)
+        length = _fresh(bounds + text + 1, True).to(gl.int32) - start
+        slot = _fresh(first_slots + text, True).to(gl.int32)
     else:
         start = text * t
         length = t

@@ -1,4 +1,4 @@
-"""The head_scores of portable/scores.py for Hopper (sm_90), in Gluon, by persistent programs with TMA and wgmma.
+"""The parts of head_scores.py: places of chunks, products, and the inverse, in Gluon.
 
 A warp has 16 rows of the chunk (the accumulator's layout), a thread 2 x 16 entries. From q k^T, k k^T and the factors
 of the decay a thread makes P and N = -beta M as packed pairs of 16 bits. Bitwise masks cut them to the lower triangle,
@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.hopper.parts import barrier
+from lineate.kernels.hopper.parts import _fresh, barrier
 from lineate.kernels.portable.gates import BETA
 
 
@@ -135,7 +135,7 @@ def _diagonal_of_halves(low, high, mma: gl.constexpr):
 def _text(slot, slot_texts, PACKED: gl.constexpr):
     text = slot
     if PACKED:
-        text = gl.load(slot_texts + slot).to(gl.int32)
+        text = _fresh(slot_texts + slot, True).to(gl.int32)
     return text
 
 
@@ -145,9 +145,9 @@ def _begin_end(text, bounds, first_slots, PACKED: gl.constexpr):
     end = text
     first = text
     if PACKED:
-        begin = gl.load(bounds + text).to(gl.int32)
-        end = gl.load(bounds + text + 1).to(gl.int32)
-        first = gl.load(first_slots + text).to(gl.int32)
+        begin = _fresh(bounds + text, True).to(gl.int32)
+        end = _fresh(bounds + text + 1, True).to(gl.int32)
+        first = _fresh(first_slots + text, True).to(gl.int32)
     return begin, end, first
 
 
