@@ -11,7 +11,8 @@ from lineate.layers.norm import GatedRMSNorm, RMSNorm
 KNOWN = {
     kind: kind.forward
     for kind in (
-        nn.Linear, RMSNorm, GatedRMSNorm, ShortConvolution, SwiGLU, GatedAttention, GatedDeltaNet, KimiDeltaAttention
+        nn.Linear, nn.Embedding, RMSNorm, GatedRMSNorm, ShortConvolution, SwiGLU, GatedAttention, GatedDeltaNet,
+        KimiDeltaAttention,
     )
 }  # fmt: skip
 """The modules whose forward the steps compute; others, such as adapters around one of these, are called."""

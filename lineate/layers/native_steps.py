@@ -9,8 +9,7 @@ of native/step.c that stay; `bind` adds the addresses of a call's states.
 import ctypes
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from operator import attrgetter, getitem, is_
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.layers.attention import GatedAttention
-from lineate.layers.bare import KNOWN, are_unchanged
+from lineate.layers.bare import KNOWN, are_unchanged, runs_own_forward
 from lineate.layers.convolution import ShortConvolution
 from lineate.layers.feed import SwiGLU
 from lineate.layers.linear import GatedDeltaNet, KimiDeltaAttention
@@ -44,7 +43,7 @@ class _Unfit(Exception):
 
 
 class _Bound(NamedTuple):
-    """Tensors of a state that a part was bound to, where they were, and the words of the part that say so."""
+    """Tensors of a cache that a part was bound to, where they were, and the words of the part that say so."""
 
     tensors: "tuple[ref[Tensor], ...]"
     addresses: tuple[int, ...]
@@ -57,75 +56,36 @@ class Recorded:
 
     Args:
         part: The words that stay.
-        mixer: The mixer whose states are bound to it; None for a feed-forward.
-        modules: All modules, each with its class and its own parts, which must still be there.
-        tensors: Each parameter's module, name and tensor.
-        settings: Each plain attribute of the modules, such as an epsilon, with its value.
-        bound: The last states that were bound to the part, by the id of their first tensor and their rows.
+        mixer: The mixer whose states are bound to it; None for others.
+        modules: All modules, whose parts and parameters must still be there.
+        bound: The last caches that were bound to the part, by the id of their first tensor and their rows.
     """
 
     part: Part
     mixer: nn.Module | None
-    modules: tuple[tuple[nn.Module, type, dict[str, Any]], ...]
-    tensors: tuple[tuple[nn.Module, str, Tensor], ...]
-    settings: tuple[tuple[dict[str, Any], str, Any], ...]
+    modules: tuple[nn.Module, ...]
     bound: dict[tuple[int, int], _Bound] = field(default_factory=dict)
 
-
-class Unchanged:
-    """Says whether the modules of all parts are as they were read: none was replaced, hooked, moved, or set otherwise.
-
-    After a step, whose weights have filled the caches, every object comes from memory again. So each kind of check is
-    one pass over a flat list, without a call of Python for each module.
-
-    Args:
-        parts: What was read.
-    """
-
-    def __init__(self, parts: Sequence[Recorded]) -> None:
-        self._modules, self._kinds, self._parts = _columns([row for part in parts for row in part.modules], 3)
-        self._owners, self._names, self._tensors = _columns([row for part in parts for row in part.tensors], 3)
-        self._small = [x for x in self._tensors if isinstance(x, SmallWeight)]
-        self._codes, self._scales = [x.codes for x in self._small], [x.scales for x in self._small]
-        plain = [x for x in self._tensors if not isinstance(x, SmallWeight)]
-        self._kept = [*plain, *self._codes, *(x for x in self._scales if x is not None)]
-        self._addresses = list(map(Tensor.data_ptr, self._kept))
-        self._dense = list(map(Tensor.is_contiguous, self._kept))
-        self._attributes, self._settings, self._values = _columns([row for part in parts for row in part.settings], 3)
-        self._mixers = [part.mixer for part in parts if part.mixer is not None]
-
-    def __call__(self) -> bool:
-        modules = self._modules
-        if not all(map(is_, map(type, modules), self._kinds)) or list(map(_PARTS, modules)) != self._parts:
-            return False
-        if any(map(_BEFORE, modules)) or any(map(_AFTER, modules)) or any("forward" in x for x in map(vars, modules)):
-            return False
-        parameters = map(getitem, map(_PARAMETERS, self._owners), self._names)
-        if not all(map(is_, parameters, self._tensors)) or not all(map(is_, map(_CODES, self._small), self._codes)):
-            return False
-        if not all(map(is_, map(_SCALES, self._small), self._scales)):
-            return False
-        if list(map(Tensor.data_ptr, self._kept)) != self._addresses:
-            return False
-        if list(map(Tensor.is_contiguous, self._kept)) != self._dense:
-            return False
-        if list(map(getitem, self._attributes, self._settings)) != self._values:
-            return False
-        return all(x.__dict__.get("context") is None for x in self._mixers)
-
-
-_PARTS, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
-_BEFORE, _AFTER = attrgetter("_forward_pre_hooks"), attrgetter("_forward_hooks")
-_CODES, _SCALES = attrgetter("codes"), attrgetter("scales")
-
-
-def _columns(rows: Sequence[tuple[Any, ...]], width: int) -> list[list[Any]]:
-    return [[row[n] for row in rows] for n in range(width)]
+    @property
+    def memory_names(self) -> tuple[str, ...]:
+        """The tensors of the memory that the part reads and writes; none if it has a cache, or no state."""
+        if self.part.kind != native.RULE:
+            return ()
+        return ("conv", "memory") if self.part.taps else ("memory",)
 
 
 def serves(x: Tensor) -> bool:
     """Whether a step in C may run on x `rows 1 hidden`: a CPU, float32, few rows, no gradients, no compiler."""
-    if x.dtype is not torch.float32 or not x.is_cpu or x.shape[1] != 1 or not 0 < x.shape[0] <= MOST_ROWS:
+    return x.dtype is torch.float32 and x.dim() == 3 and _serves(x)
+
+
+def serves_ids(ids: Tensor) -> bool:
+    """The same of tokens `rows 1`."""
+    return ids.dtype is torch.int64 and ids.dim() == 2 and _serves(ids)
+
+
+def _serves(x: Tensor) -> bool:
+    if not x.is_cpu or x.shape[1] != 1 or not 0 < x.shape[0] <= MOST_ROWS:
         return False
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _has_any_global_hook():
         return False
@@ -162,6 +122,27 @@ def record_feed(norm: nn.Module | None, feed: nn.Module | None) -> Recorded | No
         return None
 
 
+def record_head(embed: nn.Module, norm: nn.Module, head: nn.Module | None) -> tuple[Recorded, Linear] | None:
+    """Return the part head(norm(x)), and the table of embeddings, if C computes them; without a head it is the table.
+
+    The numbers of the table must be those that the embedding returns, as they are.
+    """
+    if type(embed) is not nn.Embedding or embed.max_norm is not None or embed.weight.dtype is not torch.float32:
+        return None
+    try:
+        hidden, weight = _channels(norm), embed.weight
+        table = _weight(weight, None, weight.shape[0], hidden)
+        if table.kind == native.FLOAT8 or (head is not None and type(head) is not nn.Linear):
+            return None
+        part = Part(
+            kind=native.HEAD, norm=_norm(norm, hidden), exit=native.no_linear(),
+            entry=table if head is None else _linear(head, head.weight.shape[0], hidden),
+        )  # fmt: skip
+        return _recorded(part, None, [embed, norm, *([] if head is None else [head])]), table
+    except _Unfit:
+        return None
+
+
 def bind(part: Part, recorded: Recorded, state: LayerState, shared: dict[Hashable, Any]) -> LayerState | None:
     """Add the addresses of a state to a part; return the new state, which the step fills, or None if it is unfit.
 
@@ -172,12 +153,12 @@ def bind(part: Part, recorded: Recorded, state: LayerState, shared: dict[Hashabl
         shared: What all parts of a step share; it keeps tensors alive until the step has run.
     """
     if isinstance(state, Memory):
-        return _bind_memory(part, recorded, state, shared)
-    return _bind_cache(part, recorded, state, shared)
+        return _bind_memory(part, state, shared) if tuple(state.tensors) == recorded.memory_names else None
+    return _bind_cache(part, recorded, state, shared) if part.kind == native.ATTENTION else None
 
 
 MOST_BOUND = 4
-"""How many states a part remembers; generating goes back and forth between two."""
+"""How many states are remembered; generating goes back and forth between two."""
 
 
 def _bind_again(part: Part, recorded: Recorded, tensors: Sequence[Tensor], rows: int, first: int, last: int) -> bool:
@@ -201,22 +182,12 @@ def _remember(part: Part, recorded: Recorded, tensors: Sequence[Tensor], rows: i
     recorded.bound[id(tensors[0]), rows] = _Bound(tuple(map(ref, tensors)), addresses, words)
 
 
-_MEMORY = Part.conv_from.offset, Part.keys.offset
-"""Where the words of a memory begin and end in a part."""
 _CACHE = Part.keys.offset, Part.lengths.offset
+"""Where the words of a cache begin and end in a part."""
 
 
-def _bind_memory(part: Part, recorded: Recorded, state: Memory, shared: dict[Hashable, Any]) -> Memory | None:
+def _bind_memory(part: Part, state: Memory, shared: dict[Hashable, Any]) -> Memory | None:
     rows, heads, given = shared["rows"], part.heads * part.shared, state.tensors
-    into = given if state.owned else state.into
-    if into is not None and state.seeds is None and "memory" in given and "memory" in into:
-        made = {"memory": into["memory"]}
-        tensors = [given["memory"], into["memory"]]
-        if part.taps and "conv" in given and "conv" in into:
-            made = {"conv": into["conv"], **made}
-            tensors += [given["conv"], into["conv"]]
-        if _bind_again(part, recorded, tensors, rows, *_MEMORY):
-            return Memory(made)
     memory = given.get("memory")
     if memory is None or memory.shape != (rows, heads, part.key_dim, part.value_dim) or state.seeds is not None:
         return None
@@ -228,7 +199,7 @@ def _bind_memory(part: Part, recorded: Recorded, state: Memory, shared: dict[Has
     part.memory_from, part.memory_from_row = memory.data_ptr(), memory.stride(0)
     part.memory_to, part.memory_to_row = new.data_ptr(), new.stride(0)
     part.memory_narrow = memory.dtype is torch.bfloat16
-    made, tensors = {"memory": new}, [memory, new]
+    made = {"memory": new}
     if part.taps:
         past, channels = given.get("conv"), 2 * part.heads * part.key_dim + heads * part.value_dim
         if past is None or past.shape != (rows, channels, part.taps - 1) or not _is_dense(past, 0):
@@ -238,8 +209,7 @@ def _bind_memory(part: Part, recorded: Recorded, state: Memory, shared: dict[Has
             kept = past.new_empty(rows, part.taps - 1, channels).transpose(1, 2)
         part.conv_from, (part.from_row, part.from_channel, part.from_tap) = past.data_ptr(), past.stride()
         part.conv_to, (part.to_row, part.to_channel, part.to_tap) = kept.data_ptr(), kept.stride()
-        made, tensors = {"conv": kept, **made}, [*tensors, past, kept]
-    _remember(part, recorded, tensors, rows, *_MEMORY)
+        made = {"conv": kept, **made}
     return Memory(made)
 
 
@@ -257,6 +227,8 @@ def _bind_cache(part: Part, recorded: Recorded, state: TokenCache, shared: dict[
     if state.rows != rows:
         return None
     given, lengths, new, kept = state.tensors, state.lengths, state, state
+    if tuple(given) != ("keys", "values"):
+        return None
     known = _bind_again(part, recorded, list(given.values()), rows, *_CACHE)
     if not known and any(x.dtype is not torch.float32 for x in given.values()):
         return None
@@ -281,33 +253,56 @@ def _bind_cache(part: Part, recorded: Recorded, state: TokenCache, shared: dict[
         part.keys, part.keys_row, part.keys_token = keys.data_ptr(), keys.stride(0), keys.stride(1)
         part.values, part.values_row, part.values_token = values.data_ptr(), values.stride(0), values.stride(1)
         _remember(part, recorded, list(kept.tensors.values()), rows, *_CACHE)
-    part.lengths = _shared_lengths(lengths, rows, shared).data_ptr()
+    part.lengths = _shared_lengths(lengths, rows, shared)
     if part.rotary:
         assert isinstance(recorded.mixer, GatedAttention)
-        cos, sin = _shared_turns(lengths, recorded.mixer, rows, shared)
-        part.cos, part.sin = cos.data_ptr(), sin.data_ptr()
+        part.cos, part.sin = _shared_turns(lengths, recorded.mixer, rows, shared)
     return new
 
 
-def _shared_lengths(lengths: int | Tensor, rows: int, shared: dict[Hashable, Any]) -> Tensor:
+def _shared_lengths(lengths: int | Tensor, rows: int, shared: dict[Hashable, Any]) -> int:
+    """Return the address of the lengths of all rows."""
     key = "lengths", lengths if isinstance(lengths, int) else id(lengths)
     if key not in shared:
-        made = torch.full((rows,), lengths, dtype=torch.int64, device="cpu") if isinstance(lengths, int) else lengths
-        shared[key] = made.to(torch.int64).contiguous(), lengths
-    found: Tensor = shared[key][0]
+        if isinstance(lengths, int):
+            made = (ctypes.c_int64 * rows)(*[lengths] * rows)
+            shared[key] = ctypes.addressof(made), made
+        else:
+            own = lengths.to(torch.int64).contiguous()
+            shared[key] = own.data_ptr(), own, lengths
+    found: int = shared[key][0]
     return found
+
+
+TURNS = 64
+"""Tokens whose angles are computed at a time."""
 
 
 def _shared_turns(
     lengths: int | Tensor, mixer: GatedAttention, rows: int, shared: dict[Hashable, Any]
-) -> tuple[Tensor, Tensor]:
+) -> tuple[int, int]:
+    """Return the addresses of the cosines and sines of all rows."""
     key = "turns", mixer.rotary_dim, mixer.rope_theta, lengths if isinstance(lengths, int) else id(lengths)
     if key not in shared:
-        own = _frequencies(mixer.rotary_dim, mixer.rope_theta)
-        angles = own * lengths if isinstance(lengths, int) else lengths[:, None].to(torch.float32) * own
-        shared[key] = tuple(x.expand(rows, -1).contiguous() for x in (angles.cos(), angles.sin())), lengths
-    found: tuple[Tensor, Tensor] = shared[key][0]
+        if isinstance(lengths, int) and rows == 1:
+            both = _turns(mixer.rotary_dim, mixer.rope_theta, lengths // TURNS)
+            at = lengths % TURNS * mixer.rotary_dim // 2 * 4
+        else:
+            own, at = _frequencies(mixer.rotary_dim, mixer.rope_theta), 0
+            angles = own * lengths if isinstance(lengths, int) else lengths[:, None].to(torch.float32) * own
+            both = angles.cos().expand(rows, -1).contiguous(), angles.sin().expand(rows, -1).contiguous()
+        shared[key] = (both[0].data_ptr() + at, both[1].data_ptr() + at), both, lengths
+    found: tuple[int, int] = shared[key][0]
     return found
+
+
+@lru_cache(16)
+def _turns(dim: int, theta: float, block: int) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of a block of tokens, `tokens dim/2`."""
+    with torch.inference_mode(False):
+        at = torch.arange(block * TURNS, (block + 1) * TURNS, dtype=torch.float32, device="cpu")
+        angles = at[:, None] * _frequencies(dim, theta)
+        return angles.cos(), angles.sin()
 
 
 @cache
@@ -377,28 +372,10 @@ def _attention_part(mixer: GatedAttention, hidden: int) -> tuple[Part, list[nn.M
 
 
 def _recorded(part: Part, mixer: nn.Module | None, modules: list[nn.Module]) -> Recorded:
-    if any(type(module) not in KNOWN for module in modules):
-        raise _Unfit
-    found = Recorded(
-        part,
-        mixer,
-        tuple((module, type(module), dict(module._modules)) for module in modules),
-        tuple(
-            (module, name, tensor)
-            for module in modules
-            for name, tensor in module._parameters.items()
-            if tensor is not None
-        ),
-        tuple(
-            (module.__dict__, name, value)
-            for module in modules
-            for name, value in module.__dict__.items()
-            if name != "training" and isinstance(value, bool | int | float | str | None)
-        ),
-    )
-    if not Unchanged([found])():
-        raise _Unfit
-    return found
+    for module in modules:
+        if type(module) not in KNOWN or not runs_own_forward(module) or module.__dict__.get("context") is not None:
+            raise _Unfit
+    return Recorded(part, mixer, tuple(modules))
 
 
 def _channels(norm: nn.Module) -> int:
@@ -416,9 +393,14 @@ def _norm(module: nn.Module, size: int) -> Norm:
 
 def _linear(module: nn.Module, out: int, size: int) -> Linear:
     """Return a projection of `size` numbers to `out`; C reads addresses, so that every size must be as expected."""
-    if type(module) is not nn.Linear or module.weight.shape != (out, size):
+    if type(module) is not nn.Linear:
         raise _Unfit
-    weight, bias = module.weight, module.bias
+    return _weight(module.weight, module.bias, out, size)
+
+
+def _weight(weight: Tensor, bias: Tensor | None, out: int, size: int) -> Linear:
+    if weight.shape != (out, size):
+        raise _Unfit
     if bias is not None:
         _dense(bias, out)
     if isinstance(weight, SmallWeight):

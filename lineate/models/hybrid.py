@@ -28,7 +28,7 @@ from lineate.models.pretrained import SHARD_BYTES, load_pretrained, write_pretra
 from lineate.models.scaling import make_embedding, make_last_norm
 from lineate.models.sharding import SharedEmbedding, gather_logits, rank_config, set_ranks, vocabulary_range
 from lineate.models.state import ModelState
-from lineate.models.stepping import step
+from lineate.models.stepping import Ends, step, step_tokens
 from lineate.models.trail import ModelTrail, TrailOutput
 
 __all__ = ["HybridLM", "LMOutput", "check_saveable", "empty_model", "make_mixer", "next_token_loss", "save_pretrained"]
@@ -181,6 +181,10 @@ class HybridLM(nn.Module):
                 needs; of packed sequences `1 n_seqs vocab`, where those of an empty one are 0.
             continues: whether the first packed sequence began on an earlier rank, under context parallelism.
         """
+        if cu_seqlens is None and labels is None and attention_mask is None and not continues:
+            stepped = self._step(input_ids, state)
+            if stepped is not None:
+                return stepped
         check_ids(input_ids, self.config.vocab_size)
         checks.check_cu_seqlens(cu_seqlens, *input_ids.shape)
         cu_seqlens = None if cu_seqlens is None else cu_seqlens.long()
@@ -198,6 +202,18 @@ class HybridLM(nn.Module):
             x = x[:, -1:] if cu_seqlens is None else _last_of_each(x, cu_seqlens)
         logits = self.logits(x)
         return LMOutput(logits, state, None if labels is None else next_token_loss(logits, labels, cu_seqlens))
+
+    def _step(self, input_ids: Tensor, state: ModelState | None) -> LMOutput | None:
+        """Run one token of every row in C; None where that cannot be done, or arguments are wrong."""
+        if not isinstance(state, ModelState) or not isinstance(input_ids, Tensor) or type(self) is not HybridLM:
+            return None
+        if self.context is not None or self.ranks is not None or not _METHODS.isdisjoint(self.__dict__):
+            return None
+        if self.embed.num_embeddings != self.config.vocab_size:
+            return None
+        ends = Ends(self.embed, self.norm, self.head)
+        stepped = step_tokens(ends, self.layers, input_ids, state.layers)
+        return None if stepped is None else LMOutput(stepped[0], ModelState(tuple(stepped[1]), state.lengths + 1), None)
 
     def loss_sum(
         self, input_ids: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, continues: bool | None = None
@@ -353,6 +369,10 @@ class HybridLM(nn.Module):
             folder: where they are written; it is made if need be.
         """
         save_pretrained(self, folder)
+
+
+_METHODS = frozenset(("hidden", "logits"))
+"""What somebody may have set on a model, and a step in C would go around."""
 
 
 def empty_model(config: HybridConfig) -> HybridLM:

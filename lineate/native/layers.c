@@ -644,6 +644,11 @@ void lineate_product_unit(const void *call, i64 unit) {
     else product_unit(a, unit, FLOAT32);
 }
 
+void lineate_product_row(const Product *a, i64 row, float *to) {
+    const i64 at = row * a->weight_row;
+    SWEEP(a->size, EACH store(to + c + k * LANES, widen(a->weight, at + c + k * LANES, n, a->kind), n));
+}
+
 int lineate_product(const Product *a) {
     if (a->kind == FLOAT16 && !WIDENS_FLOAT16) return 1;
     lineate_spread(lineate_product_unit, a, lineate_product_units(a), a->out * a->size, a->threads);

@@ -32,6 +32,7 @@ typedef struct {
 int64_t lineate_product_units(const Product *);
 void lineate_product_columns(const Product *, int64_t unit, int64_t *first, int64_t *last);
 void lineate_product_unit(const void *product, int64_t unit);
+void lineate_product_row(const Product *, int64_t row, float *to);  // the numbers of a row of the weight
 
 int64_t lineate_small_scratch(int64_t rows, int64_t size);  // bytes of the scratch of one x
 Rounded lineate_small_place(const Small *, void *scratch);
@@ -39,6 +40,7 @@ void lineate_small_round(const void *rounded, int64_t row);
 int64_t lineate_small_units(const Small *);
 void lineate_small_columns(const Small *, int64_t unit, int64_t *first, int64_t *last);
 void lineate_small_unit(const void *rounded, int64_t unit);
+void lineate_small_row(const Small *, int64_t row, float *to);  // the same of a weight of 8 or 4 bits
 void lineate_float8_tile(const Small *, int64_t tile);  // 16 columns of y
 
 int lineate_halves_serve(int64_t size);  // whether this processor multiplies rows of this size in float16

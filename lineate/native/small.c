@@ -336,23 +336,25 @@ typedef struct {  // filled in by small.py
     float *y;  // count size: the numbers of these rows
 } Rows;
 
-int lineate_small_rows(const Rows *a) {
-    const i64 groups = a->size / GROUP;
+void lineate_small_row(const Small *a, i64 row, float *to) {
+    const i64 groups = a->size / GROUP, tile = row / TILE, own = row % TILE;
     const int32_t zero = a->bits == 4 ? 8 : 128;
-    for (i64 i = 0; i < a->count; i++) {
-        const i64 tile = a->ids[i] / TILE, row = a->ids[i] % TILE;
-        for (i64 g = 0; g < groups; g++) {
-            const i64 at = tile * groups + g;
-            const uint8_t *codes = a->codes + at * a->bits * STEP + row * 4;
-            const float scale = widen(a->scales + at * TILE + row / LANES * LANES)[row % LANES];
-            float *y = a->y + i * a->size + g * GROUP;
-            for (i64 s = 0; s < a->bits; s++)
-                for (int j = 0; j < 4; j++) {
-                    const int32_t code = codes[s * STEP + j];
-                    y[s * 4 + j] = (float)((a->bits == 4 ? code & 15 : code) - zero) * scale;
-                    if (a->bits == 4) y[s * 4 + j + 16] = (float)((code >> 4) - zero) * scale;
-                }
-        }
+    for (i64 g = 0; g < groups; g++) {
+        const i64 at = tile * groups + g;
+        const uint8_t *codes = a->codes + at * a->bits * STEP + own * 4;
+        const float scale = widen((const uint16_t *)a->scales + at * TILE + own / LANES * LANES)[own % LANES];
+        float *y = to + g * GROUP;
+        for (i64 s = 0; s < a->bits; s++)
+            for (int j = 0; j < 4; j++) {
+                const int32_t code = codes[s * STEP + j];
+                y[s * 4 + j] = (float)((a->bits == 4 ? code & 15 : code) - zero) * scale;
+                if (a->bits == 4) y[s * 4 + j + 16] = (float)((code >> 4) - zero) * scale;
+            }
     }
+}
+
+int lineate_small_rows(const Rows *a) {
+    const Small weight = {.size = a->size, .bits = a->bits, .codes = a->codes, .scales = a->scales};
+    for (i64 i = 0; i < a->count; i++) lineate_small_row(&weight, a->ids[i], a->y + i * a->size);
     return 0;
 }

@@ -3,7 +3,9 @@
 //   rule        x += out(norm(mix(convolution, gates, memory)) * act(z)),  the input of mix being in(norm(x))
 //   attention   x += out(softmax(q keys^T) values * sigmoid(gate)),        q | gate | k | v = in(norm(x))
 //   feed        x += out(silu(gate) * up),                                 gate | up = in(norm(x))
+//   head        made = in(norm(x)),                                        the last part, if there is one
 //
+// x is given, or made of rows of a table of embeddings.
 // The equations are those of lineate/layers. A part is a few stages of units: heads, or tiles of a product. Threads take
 // units until a stage has none left, and wait for each other between stages; one that comes late joins where the others
 // are. What a unit computes depends on its own row alone: the bits are the same in any batch and number of threads.
@@ -16,8 +18,8 @@
 #include "threads.h"
 #include "vectors.h"
 
-enum { NO_MEMORY = 1 };
-enum { RULE, ATTENTION, FEED };              // parts
+enum { NO_MEMORY = 1, NO_SUCH_ROW = 2 };
+enum { RULE, ATTENTION, FEED, HEAD };        // parts
 enum { NONE, SILU, SIGMOID };                // activations
 enum { ENTER, LOW_RANK, MIX, LEAVE, STAGES };  // stages
 enum { FLOAT8 = 3, BITS_4 = 4, BITS_8 = 8, ABSENT = -1 };  // kinds of weights beyond those of products.h
@@ -62,12 +64,15 @@ typedef struct {  // words of 64 bits, filled in by step.py
     float *keys, *values;  // rows tokens heads d, dense after the token
     i64 keys_row, keys_token, values_row, values_token;
     const i64 *lengths;  // tokens of each row before this one
+    float *made;         // head: rows out
 } Part;
 
 typedef struct {
     i64 rows, hidden, parts, threads, rounded;  // rounded: rows may be rounded further, which is faster
-    float *x;                                   // rows hidden
+    float *x;                                   // rows hidden; NULL: rows of the table
     const Part *part;
+    const i64 *ids;       // rows
+    const Linear *table;  // of embeddings, hidden numbers each
 } Step;
 
 typedef struct {
@@ -187,6 +192,28 @@ static void multiply(const Team *team, const Linear *w, const Input *input, i64 
         if (add_to)
             for (i64 c = first; c < last; c++) sum[c] += made[c];
     }
+}
+
+// ---- embeddings ----------------------------------------------------------------------------------------------------
+
+static void look_up(const Step *a, float *x) {
+    const Linear *w = a->table;
+    for (i64 row = 0; row < a->rows; row++) {
+        float *to = x + row * a->hidden;
+        if (w->kind >= FLOAT8) {
+            const Small small = small_of(a, w, NULL, to);
+            lineate_small_row(&small, a->ids[row], to);
+        } else {
+            const Product plain = plain_of(a, w, NULL, to);
+            lineate_product_row(&plain, a->ids[row], to);
+        }
+    }
+}
+
+static int has_rows(const Step *a) {
+    for (i64 row = 0; row < a->rows; row++)
+        if (a->ids[row] < 0 || a->ids[row] >= a->table->out) return 0;
+    return 1;
 }
 
 // ---- the rule ------------------------------------------------------------------------------------------------------
@@ -517,7 +544,8 @@ static void work(const void *call, i64 thread) {
         if (has_units(team, s)) {
             Input input, more;
             if (s->stage == ENTER)
-                input = enter(team, p, &p->in, team->call.x, team->call.hidden, ENTER, team->entered, scratch);
+                input = enter(team, p, &p->in, team->call.x, team->call.hidden, ENTER,
+                              p->kind == HEAD ? p->made : team->entered, scratch);
             const i64 decays = s->stage == LOW_RANK ? units_of(&team->call, &p->decay) : 0;
             if (s->stage == LOW_RANK) {
                 if (decays)
@@ -550,6 +578,7 @@ INLINE void widen_to(i64 *widest, i64 size) { *widest = most(*widest, size); }
 int lineate_step(const Step *a) {
     i64 entered = 1, low = 1, gate = 1, mixed = 1, left = 1, widest = 1, room = 1;
     const i64 threads = most(1, a->threads);
+    if (!a->x && !has_rows(a)) return NO_SUCH_ROW;
     Stage *stage = calloc(a->parts * STAGES, sizeof(Stage) + threads * sizeof(atomic_llong));
     if (!stage) return NO_MEMORY;
     atomic_llong *taken = (atomic_llong *)(stage + a->parts * STAGES);
@@ -565,7 +594,8 @@ int lineate_step(const Step *a) {
                 stage[stages].next = taken + stages * threads;
                 stages++;
             }
-        widen_to(&entered, p->in.out), widen_to(&widest, p->in.size);
+        if (p->kind != HEAD) widen_to(&entered, p->in.out);
+        widen_to(&widest, p->in.size);
         widen_to(&mixed, p->out.size), widen_to(&widest, p->out.size);
         widen_to(&left, p->out.out);
         if (low_rank) {
@@ -577,7 +607,7 @@ int lineate_step(const Step *a) {
     }
     const i64 own = a->rows * widest * (i64)sizeof(float) + lineate_small_scratch(a->rows, widest) + 128;
     const i64 scratch = 2 * (most(own, room * (i64)sizeof(float)) / 64 + 1) * 64;
-    const i64 buffers = a->rows * (entered + low + gate + mixed + left) + 80;
+    const i64 buffers = a->rows * (entered + low + gate + mixed + left + (a->x ? 0 : a->hidden)) + 80;
     float *memory = malloc(buffers * sizeof(float) + threads * scratch + 64);
     if (!memory) {
         free(stage);
@@ -590,6 +620,7 @@ int lineate_step(const Step *a) {
     team.gate = team.decay + a->rows * low;
     team.mixed = team.gate + a->rows * gate;
     team.left = team.mixed + a->rows * mixed;
+    if (!a->x) look_up(a, team.call.x = team.left + a->rows * left);
     lineate_spread(work, &team, threads, INT64_MAX / 4, threads);
     free(memory);
     free(stage);

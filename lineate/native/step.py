@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lineate.native.build import library
 
-RULE, ATTENTION, FEED = range(3)
+RULE, ATTENTION, FEED, HEAD = range(4)
 ACTIVATIONS = ("none", "silu", "sigmoid")
 FLOAT8, ABSENT = 3, -1
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -32,7 +32,7 @@ class Norm(ctypes.Structure):
 
 
 class Part(ctypes.Structure):
-    """A mixer or a feed-forward with its norm and residual; the words of Part in step.c."""
+    """A mixer or a feed-forward with its norm and residual, or the head; the words of Part in step.c."""
 
     _fields_ = (
         ("kind", c_int64), ("norm", Norm), ("entry", Linear), ("exit", Linear),
@@ -49,14 +49,14 @@ class Part(ctypes.Structure):
         ("memory_from", c_void_p), ("memory_to", c_void_p), ("memory_from_row", c_int64), ("memory_to_row", c_int64),
         ("memory_narrow", c_int64),
         ("keys", c_void_p), ("values", c_void_p), ("keys_row", c_int64), ("keys_token", c_int64),
-        ("values_row", c_int64), ("values_token", c_int64), ("lengths", c_void_p),
+        ("values_row", c_int64), ("values_token", c_int64), ("lengths", c_void_p), ("made", c_void_p),
     )  # fmt: skip
 
 
 class _Step(ctypes.Structure):
     _fields_ = (
         ("rows", c_int64), ("hidden", c_int64), ("parts", c_int64), ("threads", c_int64), ("rounded", c_int64),
-        ("x", c_void_p), ("part", POINTER(Part)),
+        ("x", c_void_p), ("part", POINTER(Part)), ("ids", c_void_p), ("table", POINTER(Linear)),
     )  # fmt: skip
 
 
@@ -88,6 +88,32 @@ def run(x: Tensor, parts: "ctypes.Array[Part]", rounded: bool = False) -> None:
         rounded: whether products with int8 and float16 weights may round their rows further, which is faster.
     """
     rows, hidden = x.shape
-    step = _Step(rows, hidden, len(parts), torch.get_num_threads(), rounded, x.data_ptr(), parts)
-    if library().lineate_step(ctypes.byref(step)):
-        raise MemoryError(f"no memory for the scratch space of a step of {rows} rows and {hidden} channels")
+    _run(_Step(rows, hidden, len(parts), torch.get_num_threads(), rounded, x.data_ptr(), parts))
+
+
+def run_tokens(ids: Tensor, table: Linear, parts: "ctypes.Array[Part]", made: Tensor, rounded: bool = False) -> bool:
+    """Run the parts, of which the last one is the head, on embeddings; return whether all ids are in the table.
+
+    Args:
+        ids: of the tokens, `rows` int64, dense.
+        table: the embeddings.
+        parts: mixers and feed-forwards, then the head.
+        made: where the head's product goes, float32 `rows out`, dense.
+        rounded: see `run`.
+    """
+    parts[len(parts) - 1].made = made.data_ptr()
+    step = _Step(
+        ids.shape[0], table.size, len(parts), torch.get_num_threads(), rounded, None, parts, ids.data_ptr(),
+        ctypes.pointer(table),
+    )  # fmt: skip
+    return _run(step)
+
+
+_NO_SUCH_ROW = 2
+
+
+def _run(step: _Step) -> bool:
+    failed = library().lineate_step(ctypes.byref(step))
+    if failed not in (0, _NO_SUCH_ROW):
+        raise MemoryError(f"no memory for the scratch space of a step of {step.rows} rows and {step.hidden} channels")
+    return not failed

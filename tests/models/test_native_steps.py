@@ -1,6 +1,8 @@
 """Decoding steps in C on a CPU: logits and states of the layers' own forward, in any batch, after any change."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -241,11 +243,50 @@ def fewer_layers(model: HybridLM) -> None:
     del model.layers[3]
 
 
+def hooked_block(model: HybridLM) -> None:
+    model.layers[1].register_forward_hook(lambda module, args, result: (2 * result[0], result[1]))
+
+
+def other_embedding(model: HybridLM) -> None:
+    model.embed = nn.Embedding(VOCAB, 64)
+
+
+def other_embeddings(model: HybridLM) -> None:
+    model.embed.weight.data = torch.randn(VOCAB, 64)
+
+
+def hooked_embedding(model: HybridLM) -> None:
+    model.embed.register_forward_pre_hook(lambda module, args: ((args[0] + 1) % VOCAB,))
+
+
+def other_last_norm(model: HybridLM) -> None:
+    model.norm.eps = 1.0
+
+
+def wrapped_head(model: HybridLM) -> None:
+    assert model.head is not None
+    model.head = Doubled(model.head)  # type: ignore[assignment]
+
+
+def head_with_bias(model: HybridLM) -> None:
+    assert model.head is not None
+    model.head.bias = nn.Parameter(torch.randn(VOCAB))
+
+
+def tied_head(model: HybridLM) -> None:
+    model.head = None
+
+
+def other_logits(model: HybridLM) -> None:
+    model.logits = lambda x: model.head(x) + 1  # type: ignore[method-assign, misc]
+
+
 @pytest.mark.parametrize(
     "change",
     [
         doubled_projection, hooked, other_weights, changed_in_place, other_forward, other_setting, turned_in_place,
-        fewer_layers,
+        fewer_layers, hooked_block, other_embedding, other_embeddings, hooked_embedding, other_last_norm, wrapped_head,
+        head_with_bias, tied_head, other_logits,
     ],
 )  # fmt: skip
 def test_what_is_changed_after_a_step_counts(change: Any) -> None:
@@ -260,7 +301,42 @@ def test_what_is_changed_after_a_step_counts(change: Any) -> None:
     assert close(made, wanted) and not close(made, before, 1e-3)
 
 
-@pytest.mark.parametrize("kind", [GatedDeltaNet, RMSNorm, nn.Linear])
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "float16", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_embeddings_and_logits_of_a_step(form: str, rows: int) -> None:
+    model = make("gated delta rule")
+    for module in (model.embed, model.head) if form != "float32" else ():
+        assert module is not None
+        module.weight = nn.Parameter(quantize(module.weight, form), requires_grad=False)
+    state, ids = read(model, rows), tokens(rows, 1)
+    made = model(ids, state=state)
+    x, after = model.hidden(model.embed(ids), state)
+    assert torch.equal(made.logits, model.logits(x)) and same_states(made.state, after)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wrong", [-1, VOCAB, 2**40])
+def test_tokens_that_are_not_in_the_vocabulary_are_refused_before_a_step(wrong: int) -> None:
+    model = make("gated delta rule")
+    state, ids = read(model, 2), tokens(2, 4)
+    wanted, after = decode(model, state, ids)
+    with pytest.raises(ValueError, match="input_ids must lie in"):
+        model(torch.tensor([[1], [wrong]]), state=state)
+    made, then = decode(model, state, ids)
+    assert torch.equal(made, wanted) and same_states(after, then)
+
+
+def test_a_model_that_is_deleted_is_freed() -> None:
+    model = make("gated delta rule")
+    decode(model, read(model, 1), tokens(1, 3))
+    kept = [weakref.ref(model.layers[0]), weakref.ref(model.embed), weakref.ref(model.layers[1].feed)]
+    del model
+    gc.collect()
+    assert all(x() is None for x in kept)
+
+
+@pytest.mark.parametrize("kind", [GatedDeltaNet, RMSNorm, nn.Linear, nn.Embedding])
 def test_the_forward_of_a_class_that_somebody_has_set(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("gated delta rule")
     state, ids = read(model, 1), tokens(1, 3)
