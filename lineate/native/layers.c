@@ -605,12 +605,72 @@ INLINE void product_alone(const Product *a, i64 row, i64 first, int weights, int
     product_tile(a, row, first, 1, weights, kind, 0);
 }
 
+// The same of float16 with x from lineate_product_scale: of eight numbers four are converted, and four become numbers
+// 2^112 times too small with two integer operations, which keeps both units of a processor busy. The sums have the same
+// bits. It is wrong where one of the latter is infinite or NaN: returns whether all of them are below 2, which costs the
+// vector units nothing to find out.
+#if defined(__ARM_NEON) && defined(__aarch64__)
+enum { SCALES_ROWS = 1, MOST_LARGE = 2 };  // MOST_LARGE: rows with large numbers after which others are not tried
+INLINE int product_scaled(const Product *a, i64 first) {
+    enum { WEIGHTS = ALONE_HALVES, CHUNK = 8 * LANES };
+    const uint16_t *weight = (const uint16_t *)a->weight + first * a->weight_row;
+    const uint32x4_t kept = vdupq_n_u32(0x8fffffff);  // without the copies of the sign in the exponent
+    const i64 whole = a->size / LANES * LANES, rest = a->size - whole;
+    const float *x = a->x;
+    const int rows = 1, weights = WEIGHTS;
+    vec sum[1][WEIGHTS] = {0}, w[WEIGHTS];
+    uint64_t large = 0;
+    i64 c = 0;
+    for (; c + CHUNK <= whole; c += CHUNK) {
+        EACH_WEIGHT __builtin_prefetch((const char *)(weight + WEIGHTS * c) + j * 64 + AHEAD_HALVES, 0, 3);
+        _Pragma("GCC unroll 4") for (i64 k = c; k < c + CHUNK; k += 2 * LANES) {
+            const vec low = load(a->scaled + k, LANES), high = load(a->scaled + k + LANES, LANES);
+            EACH_WEIGHT {
+                const uint16_t *own = weight + j * a->weight_row + k;
+                const uint16x8_t y = vld1q_u16(own);
+                uint64_t four;  // not from y, which is in a vector register
+                __asm__("ldr %0, %1" : "=r"(four) : "m"(*(const uint64_t(*)[1])(own + LANES)));
+                large |= four;
+                const uint32x4_t wide = vreinterpretq_u32_s32(vshll_high_n_s16(vreinterpretq_s16_u16(y), 13));
+                sum[0][j] += low * (vec)vcvt_f32_f16(vget_low_f16(vreinterpretq_f16_u16(y)));
+                sum[0][j] += high * (vec)vandq_u32(wide, kept);
+            }
+        }
+    }
+    const i64 at = first * a->weight_row;
+    for (; c < whole; c += LANES) {
+        EACH_WEIGHT w[j] = widen(a->weight, at + j * a->weight_row + c, LANES, FLOAT16);
+        ADD_PRODUCTS(c, LANES, w);
+    }
+    if (rest) {
+        EACH_WEIGHT w[j] = widen(a->weight, at + j * a->weight_row + whole, rest, FLOAT16);
+        ADD_PRODUCTS(whole, rest, w);
+    }
+    EACH_WEIGHT a->y[first + j] = paired_total(sum[0][j]);
+    return !(large & 0x4000400040004000);
+}
+#else
+enum { SCALES_ROWS = 0, MOST_LARGE = 0 };
+INLINE int product_scaled(const Product *a, i64 first) { return 0; }
+#endif
+
+int lineate_product_scale(const Product *a, float *to) {
+    if (!SCALES_ROWS || a->kind != FLOAT16 || a->rows != 1) return 0;
+    int fits = 1;
+    for (i64 c = 0; c < a->size; c++) {
+        to[c] = c / LANES % 2 ? a->x[c] * 0x1p112f : a->x[c];
+        fits &= a->x[c] < 0x1p15f && a->x[c] > -0x1p15f;
+    }
+    return fits;
+}
+
 INLINE i64 product_weights(const Product *a) {  // rows of the weight of a unit: whole tiles
     return TILE_WEIGHTS * (1 + 65536 / (TILE_WEIGHTS * most(a->size, 1)));
 }
 
 INLINE void product_unit(const Product *a, i64 unit, int kind) {
     const i64 size = product_weights(a), end = least((unit + 1) * size, a->out);
+    i64 large = 0;
     for (i64 first = unit * size; first < end; first += TILE_WEIGHTS) {
         i64 row = 0;
         if (end - first >= TILE_WEIGHTS) {
@@ -620,7 +680,12 @@ INLINE void product_unit(const Product *a, i64 unit, int kind) {
             for (; row + TILE_ROWS <= a->rows; row += TILE_ROWS)
                 product_tile(a, row, first, TILE_ROWS, TILE_WEIGHTS, kind, 0);
             for (; row + 2 <= a->rows; row += 2) product_tile(a, row, first, 2, TILE_WEIGHTS, kind, 0);
-            for (; row < a->rows; row++)
+            for (i64 j = 0; SCALES_ROWS && kind == FLOAT16 && a->scaled && j < TILE_WEIGHTS; j += ALONE_HALVES) {
+                if (large < MOST_LARGE && product_scaled(a, first + j)) continue;
+                product_alone(a, 0, first + j, ALONE_HALVES, kind);
+                large++;
+            }
+            for (; row < a->rows && !(SCALES_ROWS && kind == FLOAT16 && a->scaled); row++)
                 for (i64 j = 0; j < TILE_WEIGHTS; j += kind == FLOAT32 ? ALONE : ALONE_HALVES)
                     product_alone(a, row, first + j, kind == FLOAT32 ? ALONE : ALONE_HALVES, kind);
         } else {

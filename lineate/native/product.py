@@ -13,7 +13,7 @@ from lineate.native.build import c_function, why_not
 MOST_ROWS = 16
 """The most rows of x; for more, torch's float32 product is faster, even if blocks of the matrix are widened for it."""
 
-_PRODUCT = struct.Struct("9q")  # Product in layers.c
+_PRODUCT = struct.Struct("10q")  # Product in layers.c
 _KINDS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -36,6 +36,6 @@ def _run(entry: str, x: Tensor, weight: Tensor, width: int) -> Tensor | None:
     y = torch.empty(x.shape[0], width, dtype=torch.float32, device="cpu")
     words = _PRODUCT.pack(
         x.shape[0], *weight.shape, torch.get_num_threads(), _KINDS.index(weight.dtype),
-        x.data_ptr(), weight.data_ptr(), weight.stride(0), y.data_ptr(),
+        x.data_ptr(), weight.data_ptr(), weight.stride(0), y.data_ptr(), 0,
     )  # fmt: skip
     return None if c_function(entry)(words) else y

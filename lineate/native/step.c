@@ -100,7 +100,7 @@ INLINE int is_coded(const Step *a, const Linear *w) {
 }
 
 INLINE Product plain_of(const Step *a, const Linear *w, const float *x, float *y) {
-    return (Product){a->rows, w->out, w->size, 1, w->kind, x, w->weight, w->size, y};
+    return (Product){a->rows, w->out, w->size, 1, w->kind, x, w->weight, w->size, y, NULL};
 }
 
 INLINE Small small_of(const Step *a, const Linear *w, const float *x, float *y) {
@@ -165,6 +165,8 @@ static Input enter(const Team *team, const Part *part, const Linear *w, const fl
         else memcpy(to, from, w->size * sizeof(float));
     }
     Input input = {.plain = plain_of(&team->call, w, own, y)};
+    float *scaled = own + rows * team->widest;
+    if (!is_coded(&team->call, w) && lineate_product_scale(&input.plain, scaled)) input.plain.scaled = scaled;
     if (is_coded(&team->call, w)) {
         const Small small = small_of(&team->call, w, own, y);
         input.rounded = lineate_small_place(&small, scratch + rows * team->widest * sizeof(float));
@@ -605,7 +607,8 @@ int lineate_step(const Step *a) {
         for (i64 row = 0; p->kind == ATTENTION && row < a->rows; row++)
             widen_to(&room, attention_room(p, p->lengths[row] + 1));
     }
-    const i64 own = a->rows * widest * (i64)sizeof(float) + lineate_small_scratch(a->rows, widest) + 128;
+    const i64 more = most(lineate_small_scratch(a->rows, widest), a->rows * widest * (i64)sizeof(float));
+    const i64 own = a->rows * widest * (i64)sizeof(float) + more + 128;
     const i64 scratch = 2 * (most(own, room * (i64)sizeof(float)) / 64 + 1) * 64;
     const i64 buffers = a->rows * (entered + low + gate + mixed + left + (a->x ? 0 : a->hidden)) + 80;
     float *memory = malloc(buffers * sizeof(float) + threads * scratch + 64);

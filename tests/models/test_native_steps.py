@@ -149,6 +149,30 @@ def test_a_row_has_the_same_bits_in_any_company_and_threads() -> None:
         torch.set_num_threads(threads)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("gain", [1.0, 1e-42, 1e7])
+def test_float16_of_any_size_has_the_same_bits_alone_and_in_company(gain: float) -> None:
+    model = make("gated delta rule")
+    for module in (*model.layers[0].modules(), model.head):
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(quantize(module.weight, "float16"), requires_grad=False)
+    assert model.head is not None
+    codes = model.head.weight.codes
+    codes[3], codes[10:30], codes[40], codes[41] = 1e-7, 3.0, 65504.0, -2.0
+    codes[50, ::5], codes[61, 37], codes[62, 33] = torch.inf, torch.nan, -torch.inf
+    model.norm.weight.mul_(gain)
+    state, ids = read(model, 9), tokens(9, 4)
+    whole, _ = decode(model, state, ids)
+    for row in range(9):
+        alone, _ = decode(model, state.select(torch.tensor([row])), ids[row : row + 1])
+        assert torch.equal(alone[0].nan_to_num(), whole[row].nan_to_num())
+        assert torch.equal(alone[0].isnan(), whole[row].isnan())
+    with in_torch():
+        wanted, _ = decode(model, state, ids)
+    assert torch.equal(wanted.isfinite(), whole.isfinite()) and wanted[..., 61].isnan().all()
+    assert close(whole[wanted.isfinite()], wanted[wanted.isfinite()])
+
+
 def test_a_state_is_not_changed_and_forks() -> None:
     model = make("gated delta rule")
     state, ids = read(model, 2), tokens(2, 10)
