@@ -12,7 +12,7 @@ enum { BEGIN = 0x4B400000 };     // the bits of 12582912.f
 enum { FEW = 3, AHEAD = 12288 };  // rows that read codes from memory; bytes of codes that are fetched ahead
 enum { AHEAD_FAST = 1024 };      // the same where one row is multiplied as fast as memory is read
 enum { SPAN = 32, PANEL = 2 };   // groups and tiles that stay in the cache while all rows pass
-enum { TOGETHER = 4 };           // planes of rows whose sums are kept in registers
+enum { TOGETHER = 4 };           // rows whose sums are kept in registers
 enum { MOST_FETCHED = 32 };      // rows that wait for 8-bit codes of the next panel, unless they are fetched meanwhile
 
 INLINE int32x4_t dot_four(int32x4_t sum, int8x16_t codes, int8x16_t x, int four) {
@@ -207,6 +207,32 @@ INLINE void dot_group(int32x4_t part[TOGETHER][2], const int8_t *code, const int
         : "memory", "v10", "v11", "v12", "v13", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27");
 }
 
+// part_rp = code_p x_r for both planes of four rows of x: the sums of the first plane are shifted before those of the
+// second are added to them. `stride` is from plane to plane.
+#define DOTS_BOTH "ldp q24, q25, [%8]\n ldp q26, q27, [%8, 32]\n"                                                   \
+    DOTS("v24", "v25", "v1", "0") "ldp q24, q25, [%8, 64]\n" DOTS("v26", "v27", "v1", "1")                          \
+    "ldp q26, q27, [%8, 96]\n" DOTS("v24", "v25", "v1", "2") "ldp q24, q25, [%8, 128]\n"                           \
+    DOTS("v26", "v27", "v1", "3") "ldp q26, q27, [%8, 160]\n" DOTS("v24", "v25", "v2", "0")                         \
+    "ldp q24, q25, [%8, 192]\n" DOTS("v26", "v27", "v2", "1") "ldp q26, q27, [%8, 224]\n"                          \
+    DOTS("v24", "v25", "v2", "2") DOTS("v26", "v27", "v2", "3")
+INLINE void dot_planes(int32x4_t part[TOGETHER][2], const int8_t *code, const int8_t *x, i64 stride) {
+    const int8_t *second = x + 2 * stride, *third = x + 4 * stride, *fourth = x + 6 * stride;
+    static const int32_t zeros[8] = {0};
+    __asm__ volatile(
+        "ldp q10, q20, [%9]\n ldp %q0, %q1, [%13]\n ldp q11, q21, [%10]\n ldp %q2, %q3, [%13]\n"
+        "ldp q12, q22, [%11]\n ldp %q4, %q5, [%13]\n ldp q13, q23, [%12]\n ldp %q6, %q7, [%13]\n"
+        DOTS_BOTH
+        "ldp q10, q20, [%14]\n shl %0.4s, %0.4s, 7\n shl %1.4s, %1.4s, 7\n ldp q11, q21, [%15]\n"
+        "shl %2.4s, %2.4s, 7\n shl %3.4s, %3.4s, 7\n ldp q12, q22, [%16]\n shl %4.4s, %4.4s, 7\n"
+        "shl %5.4s, %5.4s, 7\n ldp q13, q23, [%17]\n shl %6.4s, %6.4s, 7\n shl %7.4s, %7.4s, 7\n"
+        DOTS_BOTH
+        : "=&w"(part[0][0]), "=&w"(part[0][1]), "=&w"(part[1][0]), "=&w"(part[1][1]), "=&w"(part[2][0]),
+          "=&w"(part[2][1]), "=&w"(part[3][0]), "=&w"(part[3][1])
+        : "r"(code), "r"(x), "r"(second), "r"(third), "r"(fourth), "r"(zeros), "r"(x + stride), "r"(second + stride),
+          "r"(third + stride), "r"(fourth + stride)
+        : "memory", "v10", "v11", "v12", "v13", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27");
+}
+
 // Adds the groups from `first` on of half a tile times `rows` rows of x to y. Meanwhile codes come from memory: `lines`
 // of them from `next` on with every group.
 INLINE void multiply_block(const Rounded *w, i64 column, i64 row, i64 first, i64 last, const int8_t *code,
@@ -229,7 +255,9 @@ INLINE void multiply_block(const Rounded *w, i64 column, i64 row, i64 first, i64
     for (i64 g = first; g < last; g++, code += 8 * 32, scale += 8, q += GROUP, own++) {
         int32x4_t part[TOGETHER][2];
         UNROLL for (int line = 0; line < lines; line++, next += STEP) __builtin_prefetch(next, 0, 2);
-        if (rows * planes == TOGETHER) {
+        if (rows == TOGETHER && planes == 2) {
+            dot_planes(part, code, q, size);
+        } else if (rows * planes == TOGETHER) {
             dot_group(part, code, q, size);
         } else {
             UNROLL for (int v = 0; v < rows * planes; v++) part[v][0] = part[v][1] = vdupq_n_s32(BEGIN);
@@ -242,7 +270,10 @@ INLINE void multiply_block(const Rounded *w, i64 column, i64 row, i64 first, i64
         UNROLL for (int p = 0; p < 2; p++) {
             const float32x4_t factor = vld1q_f32(scale + p * 4);
             UNROLL for (int r = 0; r < rows; r++) {
-                const float32x4_t made = sum_as_float(part[r * planes][p], part[(r + 1) * planes - 1][p], planes);
+                const int whole = rows == TOGETHER && planes == 2;  // both planes are in one sum
+                const float32x4_t made =
+                    whole ? vcvtq_f32_s32(part[r][p])
+                          : sum_as_float(part[r * planes % TOGETHER][p], part[((r + 1) * planes - 1) % TOGETHER][p], planes);
                 sum[r][p] = vfmaq_f32(sum[r][p], made, vmulq_n_f32(factor, own[r * groups]));
             }
         }
@@ -267,29 +298,32 @@ INLINE i64 unit_tiles(const Small *a) {
 }
 
 INLINE void multiply_many(const Rounded *w, i64 tile, i64 tiles, int bits, int planes) {
-    const i64 rows = w->call.rows, block = TOGETHER / planes, tile_bytes = w->groups * GROUP * TILE * bits / 8;
-    const int lines = planes == 1 ? 2 : 1;  // with eight rows, all codes of the next panel
+    const i64 rows = w->call.rows, tile_bytes = w->groups * GROUP * TILE * bits / 8;
+    enum { LINES = 2 };  // with eight rows, all codes of the next panel
     const int fetched = rows <= MOST_FETCHED && bits == 8;
     Panel panel;
     for (i64 first = 0; first < w->groups; first += SPAN) {
         const i64 last = least(first + SPAN, w->groups);
         const i64 ahead = (last < w->groups ? last : unit_tiles(&w->call) * w->groups) * (tile_bytes / w->groups);
         for (int t = 0; t < tiles; t++) unpack(w, tile + t, first, last, bits, t, &panel);
-        for (i64 row = 0; row < rows; row += block)
+        for (i64 row = 0; row < rows; row += TOGETHER)
             for (int half = 0; half < 2 * tiles; half++) {
-                const i64 column = tile * TILE + half * 8, part = row / block * 2 + half % 2;
+                const i64 column = tile * TILE + half * 8, part = row / TOGETHER * 2 + half % 2;
                 const int8_t *code = panel.code[half / 2][half % 2][0][0];
                 const float *scale = panel.scale[half / 2][half % 2][0];
                 const uint8_t *next = w->call.codes + (tile + half / 2) * tile_bytes + ahead;
-                next += least(part, 8) * SPAN * STEP * lines;
+                next += least(part, 8) * SPAN * STEP * LINES;
                 if (column >= w->call.out) break;
-                if (rows - row >= block && fetched)
-                    multiply_block(w, column, row, first, last, code, scale, next, lines, TOGETHER / planes, planes);
-                else if (rows - row >= block)
-                    multiply_block(w, column, row, first, last, code, scale, next, 0, TOGETHER / planes, planes);
-                else
-                    for (i64 r = row; r < rows; r++)
-                        multiply_block(w, column, r, first, last, code, scale, next, 0, 1, planes);
+                i64 r = row;
+                if (rows - row >= TOGETHER && fetched)
+                    multiply_block(w, column, row, first, last, code, scale, next, LINES, TOGETHER, planes);
+                else if (rows - row >= TOGETHER)
+                    multiply_block(w, column, row, first, last, code, scale, next, 0, TOGETHER, planes);
+                else {
+                    for (; planes == 2 && r + 2 <= rows; r += 2)
+                        multiply_block(w, column, r, first, last, code, scale, next, 0, 2, planes);
+                    for (; r < rows; r++) multiply_block(w, column, r, first, last, code, scale, next, 0, 1, planes);
+                }
             }
     }
 }
