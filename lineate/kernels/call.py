@@ -97,16 +97,9 @@ def clear(sequences: Sequences, t: int, *tensors: Tensor | None) -> None:
     given = (*tensors, *[None] * (5 - len(tensors)))
     sizes = [0 if x is None else x.numel() // t for x in given]
     start(clear_outside, (ceil_div(t, 64),))(
-        sequences.bounds,
-        *given,
-        t,
-        sequences.number,
-        *sizes,
-        BT=64,
-        BN=256,
-        num_warps=4,
+        sequences.bounds, *given, t, sequences.number, *sizes, BT=64, BN=256, num_warps=4,
         **linked(sequences.bounds.device, last=True),
-    )
+    )  # fmt: skip
 
 
 class Gates(NamedTuple):

@@ -60,7 +60,7 @@ def overlap_options(device: torch.device) -> dict[str, bool]:
     return {"OVERLAP": True, "launch_pdl": True} if overlaps(device) else {"OVERLAP": False}
 
 
-LINKED, LAST = 1, 2
+LINKED, LAST = 1, 2  # LINK of kernels
 
 
 def linked(device: torch.device, last: bool = False) -> dict[str, int]:

@@ -75,6 +75,7 @@ def chain(
     left_at = inner + i * V + first + j
     S = gl.load(given + entry.to(gl.int64) * (K * (V + K)))
     gl.store(left_at + entry.to(gl.int64) * (K * V), S)
+    # B of the next map; the mask is empty after the last one.
     B = gl.load(given + (entry + HV).to(gl.int64) * (K * (V + K)), mask=i < (cuts - 1) * K, other=0.0)
     stage = 0
     phase = 0
