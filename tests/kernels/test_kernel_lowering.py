@@ -117,6 +117,18 @@ def test_a_call_is_lowered(case, process):
     assert not found.failures, "\n\n".join(found.failures)
 
 
+@pytest.mark.parametrize("size", ["cut", "many heads"])
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("row", GATES)
+def test_launches_of_a_forward_are_linked_but_the_last_lets_nothing_begin(row, packed, size, process):
+    """Every kernel waits for the launch before it (1, 2); all but the last let the next one begin to wait (1)."""
+    options = dict(row=row, dtype="bfloat16", backward=False, packed=packed, gates="given", size=size)
+    found = process.run(90, "rule", options)
+    assert not found.failures and len(found.links) > 1
+    assert found.links == [1] * (len(found.links) - 1) + [2], list(zip(found.launched, found.links, strict=True))
+    assert not any(process.run(80, "rule", options).links)
+
+
 def test_no_kernel_is_left_out(process):
     """Each kernel that lineate launches is lowered by one of the fast cases."""
     launched = set()

@@ -32,9 +32,10 @@ class Lowered:
 
     function = packed_metadata = None
 
-    def __init__(self, gpus: "FakeGPUs", kernel: str) -> None:
+    def __init__(self, gpus: "FakeGPUs", kernel: str, link: int) -> None:
         self.gpus = gpus
         self.kernel = kernel
+        self.link = link
         self.failure = ""
 
     def launch_metadata(self, *_: object) -> None:
@@ -42,6 +43,7 @@ class Lowered:
 
     def run(self, *_: object) -> None:
         self.gpus.launched.append(self.kernel)
+        self.gpus.links.append(self.link)
         if self.failure:
             self.gpus.failures.append(self.failure)
 
@@ -54,6 +56,8 @@ class FakeGPUs:
         self.passes = False
         """Whether Triton's own passes run as well, up to the IR with layouts."""
         self.launched: list[str] = []
+        self.links: list[int] = []
+        """LINK of each launch; 0 if its kernel has none."""
         self.failures: list[str] = []
         """The compiler's messages about what was launched."""
         self.known: dict[object, Lowered] = {}
@@ -77,11 +81,11 @@ class FakeGPUs:
         if self.passes or src.fn.is_gluon():
             variant = *variant, self.passes, target.arch, options["num_warps"], options["num_stages"]
         if variant not in self.known:
-            self.known[variant] = found = Lowered(self, kernel)
+            constants = {src.fn.arg_names[path[0]]: x for path, x in src.constants.items()}
+            self.known[variant] = found = Lowered(self, kernel, constants.get("LINK", 0))
             try:
                 self._lower(src, target, options)
             except Exception as error:
-                constants = {src.fn.arg_names[path[0]]: x for path, x in src.constants.items()}
                 given = {name: kind for name, kind in src.signature.items() if kind != "constexpr"}
                 found.failure = f"{kernel} on sm_{target.arch}, {given}, {constants}:\n{_messages(error)}"
         return self.known[variant]

@@ -20,6 +20,8 @@ class Launched(NamedTuple):
     """The kernels, in order."""
     failures: list[str]
     """The compiler's messages."""
+    links: list[int]
+    """LINK of each launch."""
 
 
 class Lowering:
@@ -43,14 +45,15 @@ class Lowering:
         before = self.errors.seek(0, os.SEEK_END)
         print(json.dumps([capability, call, options, passes]), file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
-        launched, failures = json.loads(answer) if answer else ([], ["the compiler has ended the process"])
+        found = json.loads(answer) if answer else ([], ["the compiler has ended the process"], [])
+        launched, failures, links = found
         if failures:
             self.errors.seek(before)
             failures.append(self.errors.read().decode(errors="replace")[-4000:])
         if not answer:
             self.process.communicate()
             self.process = self._start()
-        return Launched(launched, failures)
+        return Launched(launched, failures, links)
 
 
 @contextmanager
@@ -76,9 +79,9 @@ def serve() -> None:
     for line in sys.stdin:
         capability, call, options, gpus.passes = json.loads(line)
         gpus.current = fake_gpu.CAPABILITIES.index(capability)
-        gpus.launched, gpus.failures = [], []
+        gpus.launched, gpus.failures, gpus.links = [], [], []
         try:
             CALLS[call](**options)
         except Exception:
             gpus.failures.append(traceback.format_exc())
-        print(json.dumps([gpus.launched, gpus.failures]), file=answers, flush=True)
+        print(json.dumps([gpus.launched, gpus.failures, gpus.links]), file=answers, flush=True)
