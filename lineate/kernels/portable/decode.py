@@ -114,6 +114,8 @@ def decode_tokens(
             if not EACH_TOKEN:
                 end = tl.load(slots + row).to(tl.int64)
         if (start < 0) | (start >= n_slots):
+            if OVERLAP:  # the launch before may still read what lies where the output goes
+                gdc_wait()
             # An idle row's output is 0; that of a row with a slot outside the pool is NaN.
             nothing = tl.where(start < 0, 0.0, float("nan"))
             for _ in range(n):
