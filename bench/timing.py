@@ -128,6 +128,11 @@ def meter(allocate: Callable[[int], Any], size: int = 2**26) -> float:
     return float(peak_extra_bytes(lambda: allocate(size))["bytes"]) / size
 
 
+def given_command() -> list[str]:
+    """Return the arguments of this process for a file of results: of a path from the root, its last part alone."""
+    return [Path(x).name if x.startswith("/") else x for x in sys.argv[1:]]
+
+
 def resident_bytes(process: int | str = "self") -> dict[str, int]:
     """Return the resident bytes of a process: all, those of its own, and those that files back; 0 without /proc."""
     names = {"all": "VmRSS", "own": "RssAnon", "files": "RssFile"}

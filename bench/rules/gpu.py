@@ -37,6 +37,7 @@ from typing import Any
 
 from bench.rules.gpu_cases import CASES, CONTESTANTS, GROUPS, LENGTHS, Case, targets
 from bench.rules.gpu_tables import show, times
+from bench.timing import given_command
 
 ROOT = Path(__file__).resolve().parents[2]
 RESTARTS = 4  # processes that one batch may use
@@ -236,7 +237,7 @@ def main() -> None:
         head |= {
             "date": datetime.now(UTC).date().isoformat(),
             "driver": driver(),
-            "command": sys.argv[1:],
+            "command": given_command(),
             "absent": {},
         }
         run.batch("ceilings", [])

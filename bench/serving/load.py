@@ -27,6 +27,7 @@ import torch
 import uvicorn
 
 from bench.serving.clients import Tally, pressed
+from bench.timing import given_command
 from lineate.generation.loading import load_model
 from lineate.models import HybridLM, preset
 from lineate.serving.app import Settings, describe, make_app
@@ -115,7 +116,7 @@ def run(model: HybridLM, tokenizer: Tokenizer, asked: argparse.Namespace) -> dic
             leaks.append("the server did not end")
     engine.stop(drain=False)
     return {
-        "command": " ".join(["python -m bench.serving.load", *sys.argv[1:]]),
+        "command": " ".join(["python -m bench.serving.load", *given_command()]),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, torch {torch.__version__}, {model.device.type}",
         "seconds": round(seconds, 2),
         "kinds": {name: row(tally, seconds) for name, tally in tallies.items()},

@@ -42,6 +42,11 @@ class Sequences(NamedTuple):
         """Return the segments of a walk, at most or likely: all before cuts and, unless it finds maps, the last."""
         return (self.likely_cuts if likely else self.cuts) + (0 if map_only else self.number)
 
+    @property
+    def chains(self) -> int:
+        """The most sequences that are cut, each with a chain of its own over its segments, by the least cuts of one."""
+        return ceil_div(self.cuts, self.cutting.least_cuts) if self.packed else self.number
+
     def places(self, t: int, map_only: bool) -> tuple[Tensor | int | None, ...]:
         """Return what the kernels of a walk find its segments with: text_bounds and find_segment of layout.py."""
         lasts = 0 if map_only else self.number
@@ -97,7 +102,7 @@ def clear(sequences: Sequences, t: int, *tensors: Tensor | None) -> None:
     given = (*tensors, *[None] * (5 - len(tensors)))
     sizes = [0 if x is None else x.numel() // t for x in given]
     start(clear_outside, (ceil_div(t, 64),))(
-        sequences.bounds, *given, t, sequences.number, *sizes, BT=64, BN=256, num_warps=4,
+        sequences.bounds, *given, t, sequences.number, *sizes, BT=64, num_warps=4,
         **linked(sequences.bounds.device, last=True),
     )  # fmt: skip
 

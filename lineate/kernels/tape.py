@@ -232,9 +232,8 @@ class Recorder:
         given = [n for n in self.starts if n]
         if self.unfit is not None or len(set(given)) != len(given) or cuda_driver() is None:
             return None
-        pieces = _joined(self.rooms)
         try:
-            return self._made([(low, high) for low, high in pieces])
+            return self._made(_joined(self.rooms))
         except _Unfit:
             return None
 

@@ -161,29 +161,29 @@ MOST_BOUND = 4
 """How many states are remembered; generating goes back and forth between two."""
 
 
-def _bind_again(part: Part, recorded: Recorded, tensors: Sequence[Tensor], rows: int, first: int, last: int) -> bool:
-    """Set the words first .. last of a part as for these tensors before; whether they are the same, unmoved."""
+_CACHE, _CACHE_BYTES = Part.keys.offset, Part.lengths.offset - Part.keys.offset
+"""Where the words of a cache begin in a part, and how many bytes they are."""
+
+
+def _bind_again(part: Part, recorded: Recorded, tensors: Sequence[Tensor], rows: int) -> bool:
+    """Set the words of a cache in a part as for these tensors before; whether they are the same, unmoved."""
     found = recorded.bound.get((id(tensors[0]), rows))
     if found is None or len(found.tensors) != len(tensors):
         return False
     for x, known, address in zip(tensors, found.tensors, found.addresses, strict=True):
         if known() is not x or x.data_ptr() != address:
             return False
-    ctypes.memmove(ctypes.addressof(part) + first, found.words, last - first)
+    ctypes.memmove(ctypes.addressof(part) + _CACHE, found.words, _CACHE_BYTES)
     return True
 
 
-def _remember(part: Part, recorded: Recorded, tensors: Sequence[Tensor], rows: int, first: int, last: int) -> None:
-    """Keep the words first .. last of a part that was bound to these tensors."""
+def _remember(part: Part, recorded: Recorded, tensors: Sequence[Tensor], rows: int) -> None:
+    """Keep the words of a cache of a part that was bound to these tensors."""
     if len(recorded.bound) >= MOST_BOUND:
         recorded.bound.clear()
-    words = ctypes.string_at(ctypes.addressof(part) + first, last - first)
+    words = ctypes.string_at(ctypes.addressof(part) + _CACHE, _CACHE_BYTES)
     addresses = tuple(x.data_ptr() for x in tensors)
     recorded.bound[id(tensors[0]), rows] = _Bound(tuple(map(ref, tensors)), addresses, words)
-
-
-_CACHE = Part.keys.offset, Part.lengths.offset
-"""Where the words of a cache begin and end in a part."""
 
 
 def _bind_memory(part: Part, state: Memory, shared: dict[Hashable, Any]) -> Memory | None:
@@ -229,7 +229,7 @@ def _bind_cache(part: Part, recorded: Recorded, state: TokenCache, shared: dict[
     given, lengths, new, kept = state.tensors, state.lengths, state, state
     if tuple(given) != ("keys", "values"):
         return None
-    known = _bind_again(part, recorded, list(given.values()), rows, *_CACHE)
+    known = _bind_again(part, recorded, list(given.values()), rows)
     if not known and any(x.dtype is not torch.float32 for x in given.values()):
         return None
     if isinstance(state, CacheInPlace):
@@ -252,7 +252,7 @@ def _bind_cache(part: Part, recorded: Recorded, state: TokenCache, shared: dict[
             return None
         part.keys, part.keys_row, part.keys_token = keys.data_ptr(), keys.stride(0), keys.stride(1)
         part.values, part.values_row, part.values_token = values.data_ptr(), values.stride(0), values.stride(1)
-        _remember(part, recorded, list(kept.tensors.values()), rows, *_CACHE)
+        _remember(part, recorded, list(kept.tensors.values()), rows)
     part.lengths = _shared_lengths(lengths, rows, shared)
     if part.rotary:
         assert isinstance(recorded.mixer, GatedAttention)

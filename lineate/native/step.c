@@ -165,12 +165,13 @@ static Input enter(const Team *team, const Part *part, const Linear *w, const fl
         else memcpy(to, from, w->size * sizeof(float));
     }
     Input input = {.plain = plain_of(&team->call, w, own, y)};
-    float *scaled = own + rows * team->widest;
-    if (!is_coded(&team->call, w) && lineate_product_scale(&input.plain, scaled)) input.plain.scaled = scaled;
+    float *after = own + rows * team->widest;  // x scaled, or rounded
     if (is_coded(&team->call, w)) {
         const Small small = small_of(&team->call, w, own, y);
-        input.rounded = lineate_small_place(&small, scratch + rows * team->widest * sizeof(float));
+        input.rounded = lineate_small_place(&small, after);
         for (i64 row = 0; row < rows; row++) lineate_small_round(&input.rounded, row);
+    } else if (lineate_product_scale(&input.plain, after)) {
+        input.plain.scaled = after;
     }
     return input;
 }

@@ -9,7 +9,7 @@ from lineate.kernels.hopper.descriptors import SHARED, describe, describe_rows, 
 from lineate.kernels.hopper.walk import forward_state
 from lineate.kernels.hopper.walk_backward import backward_state
 from lineate.kernels.hopper.whole import whole_walk
-from lineate.kernels.launching import ceil_div, linked, multiprocessors, next_power, start
+from lineate.kernels.launching import linked, multiprocessors, next_power, start
 from lineate.kernels.stages import BackwardWalk, ForwardWalk, Prepared
 
 CHAIN_COLUMNS = 16  # of a program of the chain
@@ -120,8 +120,7 @@ def chain_segments(call: Call, maps: Tensor) -> Tensor:
     squares = describe(maps, cuts * hv * K, V + K, V + K, [K, K])
     squares.layout = MAPS
     apart = sequences.cutting.least_cuts
-    texts = ceil_div(cuts, apart) if sequences.packed else sequences.number
-    start(chain, (V // CHAIN_COLUMNS * hv * texts,))(
+    start(chain, (V // CHAIN_COLUMNS * hv * sequences.chains,))(
         squares, maps, inner, sequences.first_cuts, sequences.cut_sequences, sequences.segments, apart, cuts,
         HV=hv, K=K, V=V, BV=CHAIN_COLUMNS, NEAR=next_power(apart), STAGES=3, PACKED=sequences.packed,
         num_warps=K // 16, **linked(maps.device),

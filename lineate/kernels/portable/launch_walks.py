@@ -51,8 +51,7 @@ def chain_segments(call: Call, maps: Tensor) -> Tensor:
     inner = maps.new_empty(sequences.cuts, hv, K, V)
     config = launch("chain", BV=power(V))
     apart = sequences.cutting.least_cuts
-    texts = ceil_div(sequences.cuts, apart) if sequences.packed else sequences.number
-    start(chain, (ceil_div(V, config["BV"]) * hv * texts,))(
+    start(chain, (ceil_div(V, config["BV"]) * hv * sequences.chains,))(
         maps, inner, sequences.first_cuts, sequences.cut_sequences, sequences.segments, apart, sequences.cuts,
         HV=hv, K=K, V=V, BK=power(K), NEAR=next_power(apart), PACKED=sequences.packed, **config,
         **linked(maps.device),

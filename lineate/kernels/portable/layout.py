@@ -124,12 +124,21 @@ def count_cuts(chunks, shortest, most, least):
 
 
 @triton.jit
-def _clear_token(x, token, SIZE: tl.constexpr, BN: tl.constexpr):
-    """Set the SIZE numbers of a token to 0; x may be None."""
+def _clear_tokens(x, first, low, high, t, SIZE: tl.constexpr, BT: tl.constexpr):
+    """Set those of the BT tokens from `first` on that are not in low .. high to 0; each has SIZE numbers.
+
+    x may be None. Sequences follow each other without gaps, so no others lie outside of all sequences.
+    """
+    BN: tl.constexpr = 256
+    some = (first < low) | (first + BT > high)
+    end = tl.where(some, tl.minimum(first + BT, t), first)
     if x is not None:
-        for first in range(0, SIZE, BN):
-            j = first + tl.arange(0, BN)
-            tl.store(x + token * SIZE + j, tl.zeros((BN,), x.dtype.element_ty), mask=j < SIZE)
+        for token in range(first, end):
+            if (token < low) | (token >= high):
+                for begin in range(0, SIZE, BN):
+                    j = begin + tl.arange(0, BN)
+                    at = tl.cast(token, tl.int64) * SIZE + j
+                    tl.store(x + at, tl.zeros((BN,), x.dtype.element_ty), mask=j < SIZE)
 
 
 @triton.jit(do_not_specialize=["t", "texts", "slots", "cuts", "shortest", "most", "least"])
@@ -143,8 +152,7 @@ def find_slots(
     The first program also writes bounds, first_slots and first_cuts. There are no more cuts than slots. Wrong bounds
     are harmless: they are clamped to 0 .. t, and none is less than an earlier one.
 
-    Tokens of output, unless it is None, that lie in no sequence are set to 0; each has SIZE numbers. Sequences follow
-    each other without gaps, so these are the tokens before the first and after the last.
+    Tokens of output, unless it is None, that lie in no sequence are set to 0; each has SIZE numbers.
     """
     link(LINK)
     slot = tl.program_id(0) * BS + tl.arange(0, BS)
@@ -187,32 +195,22 @@ def find_slots(
         tl.store(cut_texts + slot, tl.where(passed < texts, passed, -1), mask=slot < cuts)
     if output is not None:
         for first in range(tl.program_id(0) * C, t, tl.num_programs(0) * C):
-            if (first < lowest) | (first + C > top):
-                for each in range(first, tl.minimum(first + C, t)):
-                    if (each < lowest) | (each >= top):
-                        _clear_token(output, tl.cast(each, tl.int64), SIZE, 256)
+            _clear_tokens(output, first, lowest, top, t, SIZE, C)
 
 
 @triton.jit(do_not_specialize=["t", "texts"])
 def clear_outside(
     bounds, a, b, c, d, e, t, texts,
     A: tl.constexpr, B: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, LINK: tl.constexpr,
+    BT: tl.constexpr, LINK: tl.constexpr,
 ):  # fmt: skip
-    """Set the tokens of a .. e `t ...` that lie in no sequence to 0; a token of them has A, B, D, E, F numbers.
-
-    Sequences follow each other without gaps (find_slots), so these are the tokens before the first and after the last.
-    """
+    """Set the tokens of a .. e `t ...` that lie in no sequence to 0; a token of them has A, B, D, E, F numbers."""
     link(LINK)
     low = tl.load(bounds).to(tl.int32)
     high = tl.load(bounds + texts).to(tl.int32)
     first = tl.program_id(0) * BT
-    if (first < low) | (first + BT > high):
-        for token in range(first, tl.minimum(first + BT, t)):
-            if (token < low) | (token >= high):
-                at = tl.cast(token, tl.int64)
-                _clear_token(a, at, A, BN)
-                _clear_token(b, at, B, BN)
-                _clear_token(c, at, D, BN)
-                _clear_token(d, at, E, BN)
-                _clear_token(e, at, F, BN)
+    _clear_tokens(a, first, low, high, t, A, BT)
+    _clear_tokens(b, first, low, high, t, B, BT)
+    _clear_tokens(c, first, low, high, t, D, BT)
+    _clear_tokens(d, first, low, high, t, E, BT)
+    _clear_tokens(e, first, low, high, t, F, BT)
