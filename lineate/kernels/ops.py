@@ -45,7 +45,8 @@ def _forward(
 
     def run() -> None:
         inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
-        call = make_call(inputs, options, kernels.cutting_of(q, v, "forward"), output)
+        cutting = kernels.cutting_of(q, v, "forward", kernels.makes_beside(inputs, options))
+        call = make_call(inputs, options, cutting, output)
         kernels.forward(call, state, output, final, states if keep else None)
 
     tensors = (q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens, output, final, states if keep else None)

@@ -111,8 +111,8 @@ def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:
     COMPILED.add(kind)
 
     def some(cutting: Cutting) -> Call:
-        """Return the call on a few tokens, which select the same kernels if they are enough to be cut as well."""
-        tokens = CHUNK * (cutting.shortest if _is_cut(call, cutting) else 1)
+        """Return the call on a few tokens, enough to be cut as well and to select the same kernels."""
+        tokens = CHUNK * (cutting.shortest if _is_cut(call, cutting) else stages.fewest_chunks)
         return call.part(slice(0, call.q.shape[0]), slice(0, min(tokens, call.q.shape[1])), cutting)
 
     def both() -> None:
@@ -150,15 +150,20 @@ def _backward(stages: Stages, doutput: Tensor, dfinal: Tensor, states: Tensor, g
     stages.gradients(ready, Around(doutput, states, dstates), grads)
 
 
-def cutting_of(q: Tensor, v: Tensor, way: str) -> Cutting:
+def makes_beside(inputs: Inputs, options: Options) -> bool:
+    """Whether scores of such inputs are made beside a walk that leaves room for it."""
+    return architecture_of(inputs.q.device).makes_beside(inputs, options)
+
+
+def cutting_of(q: Tensor, v: Tensor, way: str, beside: bool = False) -> Cutting:
     """Return how the sequences of a call are cut for a walk forward or backward.
 
-    Calls with wide keys are not cut, because their maps are too large.
+    Calls with wide keys are not cut, because their maps are too large. beside: what makes_beside says of the call.
     """
     stages = architecture_of(q.device)
     if q.shape[3] > stages.widest_chain:
         return WHOLE
-    return CUTS[way](v.shape[2] * ceil_div(v.shape[3], stages.walk_columns), multiprocessors(q.device))
+    return CUTS[way](v.shape[2] * ceil_div(v.shape[3], stages.walk_columns), multiprocessors(q.device), beside)
 
 
 def _is_cut(call: Call, cutting: Cutting) -> bool:

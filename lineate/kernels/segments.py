@@ -60,7 +60,9 @@ WHOLE = Cutting(shortest=2**30, most=1, least=1)
 #      8192, 32                     .257    .228    .249    .268    .315    .311    .352    .396
 #     32768, 32                     .978    .833    .884    .931   1.067    .971   1.013   1.057
 #
-# So the best s lets programs of 64 columns just fill the multiprocessors, with at least LEAST chunks a segment.
+# So the best s lets programs of 64 columns just fill the multiprocessors, with at least LEAST chunks a segment. Where
+# scores are made beside an uncut walk (hopper/launch_scores.py), two segments do not help: 131072, 32 in 1 and 2
+# segments 2.79 3.30.
 #
 # Where the multiprocessors are busy anyway, a cut costs up to 2.5 times the walk, and the maps' memory. So only long
 # sequences are cut, from SHORTEST chunks on by the number of segments, else from OTHERS on: a call of many is rare,
@@ -76,15 +78,18 @@ SHORTEST = {2: 2048, 3: 256}
 OTHERS = 96
 
 
-def cut_forward(programs: int, processors: int) -> Cutting:
-    """Return how the forward walk of a sequence with so many programs is cut."""
+def cut_forward(programs: int, processors: int, beside: bool = False) -> Cutting:
+    """Return how the forward walk of a sequence with so many programs is cut.
+
+    beside: whether scores are made beside an uncut walk, which is faster than two segments.
+    """
     most = min(MOST, processors // programs)
-    if most < 2:
+    if most < (3 if beside else 2):
         return WHOLE
     return Cutting(SHORTEST.get(most, OTHERS), most, LEAST_OF_FOUR if most == 4 else LEAST)
 
 
-def cut_backward(programs: int, processors: int) -> Cutting:
-    """Return how the backward walk of a sequence with so many programs is cut."""
+def cut_backward(programs: int, processors: int, beside: bool = False) -> Cutting:
+    """Return how the backward walk of a sequence with so many programs is cut: never into two segments."""
     most = min(MOST, processors // programs)
     return WHOLE if most < 3 else Cutting(256, most, 32)

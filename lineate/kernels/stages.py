@@ -65,6 +65,8 @@ class Prepared(NamedTuple):
     factors: Tensor
     wild: Tensor | None = None
     """`slot hv`: the first wild row of each chunk, or c if none is; None if all products are float32's."""
+    made: Tensor | None = None
+    """`slot hv`: a 1 for each chunk whose P and T are written; only if they are made while the walk runs."""
     norms: Tensor | None = None
     """`slot hv 2 c`: scale / |q_i|, 1 / |k_i|; only where one kernel finds them for another."""
 
@@ -157,6 +159,14 @@ class Stages(Protocol):
     @staticmethod
     def runs_on(device: torch.device) -> bool:
         """Whether these stages run on the device."""
+
+    @staticmethod
+    def makes_beside(inputs: Inputs, options: Options) -> bool:
+        """Whether scores are made beside a walk that leaves room for it, so that few segments do not help."""
+
+    @property
+    def fewest_chunks(self) -> int:
+        """The fewest chunks, if there are as many, with which a call selects the same kernels."""
 
     def variant(self) -> tuple[object, ...]:
         """Return what else, besides the shapes and dtypes of a call, selects its compiled kernels."""

@@ -57,6 +57,8 @@ def rules() -> Iterator[Case]:
     for row in GATES:
         yield rule(GPUS[0], row, "given", "many heads", backward=False, packed=next(packed))
         yield rule(GPUS[2], row, GATES[row][0], "60", backward=False, packed=next(packed))
+    for row, gates in (("delta", "given"), ("gated_delta", "raw")):  # scores beside the walk
+        yield rule(GPUS[0], row, gates, "grouped", backward=True, packed=next(packed))
 
 
 def more_rules() -> Iterator[Case]:
@@ -117,7 +119,7 @@ def test_a_call_is_lowered(case, process):
     assert not found.failures, "\n\n".join(found.failures)
 
 
-@pytest.mark.parametrize("size", ["cut", "many heads"])
+@pytest.mark.parametrize("size", ["cut", "many heads", "grouped"])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("row", GATES)
 def test_launches_of_a_forward_are_linked_but_the_last_lets_nothing_begin(row, packed, size, process):

@@ -1,7 +1,12 @@
 """The head_scores of portable/scores.py for Hopper (sm_90), in Gluon, by persistent programs with TMA and wgmma.
 
-scores.py and inverse.py have the parts. A program makes P and T of its chunks one after another; where chunks have wild
-rows, which is rare, it then makes those rows of T again.
+scores.py and inverse.py have the parts. Four warps make P and T of their chunks one after another; where chunks have
+wild rows, which is rare, they then make those rows of T again.
+
+Where the walk leaves multiprocessors idle, it begins when these programs have begun, and they work beside it: one of
+them, with three groups of four warps, fills a multiprocessor, and they take those that the walk does not need. They
+make the chunks in the walk's order and mark each one that is written (`made`); the walk waits for the marks. It cannot
+keep them from running, because they run before it begins.
 """
 
 from triton.experimental import gluon
@@ -15,11 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lineate.kernels.hopper.inverse import _mend
-from lineate.kernels.hopper.parts import _between, _fresh, _link, _times, barrier
+from lineate.kernels.hopper.parts import _between, _fresh, _link, _mark, _times, barrier
 from lineate.kernels.hopper.scores import (
     ACC,
     SMALL,
     TILES,
+    WORKERS,
     _begin_end,
     _diagonal,
     _halves,
@@ -36,22 +42,24 @@ from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, LOG2E, R
 from lineate.kernels.portable.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
 
 
-@gluon.jit(do_not_specialize=["t", "items", "used"])
-def head_scores(
-    q, k, P, T, vectors, keys, inverses, factors, wild, bounds, first_slots, slot_texts, t, items,
-    used, stride_k, head_q, head_k, scale,
+@gluon.jit
+def _await_stores(PENDING: gl.constexpr):
+    """Wait until all that was stored by TMA, but for the last tiles, is written, not only read."""
+    if PENDING == 1:
+        gl.inline_asm_elementwise("cp.async.bulk.wait_group 1; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _make_all(
+    q, k, P, T, vectors, keys, inverses, factors, wild, made, room, worker: gl.constexpr, bounds, first_slots,
+    slot_texts, t, items, item, stride_k, head_q, head_k, scale,
     H: gl.constexpr, R: gl.constexpr, SHARED: gl.constexpr, K: gl.constexpr,
     GATED: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, PACKED: gl.constexpr,
-    LINK: gl.constexpr,
+    UP: gl.constexpr, LINK: gl.constexpr,
 ):  # fmt: skip
-    """Fill P and T of every chunk with decay per head or none. An item is a slot and one of H groups of R value heads.
-
-    SHARED groups have the same key head.
-
-    q, k: descriptors of [64, K]; P, T: of [64, 64]; vectors: of factors, [4, 64]; keys, inverses: k and T themselves.
-    items: slots H. used: the number of slots that have a chunk, if only these are wanted.
-    wild `slot hv`, unless K is 128: the first wild row, or 64; another launch makes those rows.
-    """
+    """Make P and T of the items of a group of warps, from one of them up or down. room: buffers and barriers of all."""
     acc: gl.constexpr = ACC
     small: gl.constexpr = SMALL
     row: gl.constexpr = gl.SliceLayout(1, acc)
@@ -60,49 +68,27 @@ def head_scores(
     thin: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     VECTORS: gl.constexpr = GATED or CORRECTS
-
-    all_k = gl.allocate_shared_memory(gl.bfloat16, [1, 64, K], k.layout)
-    ready_k = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready_k, count=1)
-    all_q = gl.allocate_shared_memory(gl.bfloat16, [1, 64, K], q.layout)
-    all_P = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], P.layout)
-    ready_q = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready_q, count=1)
-    if VECTORS:
-        kept = gl.allocate_shared_memory(gl.float32, [1, 4, 64], vectors.layout)
-        ready_v = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(ready_v, count=1)
-    if CORRECTS:
-        all_T = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], T.layout)
-        # X of rows ..32, and N of the other rows.
-        all_both = gl.allocate_shared_memory(gl.float16, [1, 64, 32], gl.NVMMASharedLayout(64, 16, 2))
-        swap = gl.allocate_shared_memory(gl.float16, [4, 16, 16], TILES)
-    if CORRECTS and not NORMALIZE:
-        squares = gl.allocate_shared_memory(gl.float32, [64], plain)
-    if NORMALIZE:
-        norms_q = gl.allocate_shared_memory(gl.float32, [64], plain)
-        norms_k = gl.allocate_shared_memory(gl.float32, [64], plain)
-        logs_k = gl.allocate_shared_memory(gl.float32, [64], plain)
-    fence_async_shared()
-    barrier()
-
-    if used is not None:
-        items = gl.minimum(_fresh(used, True).to(gl.int32) * H, items)
-    item = items - 1 - gl.program_id(0)  # the last first, so that the walk finds the first chunks' in the cache
-    if item < 0:  # there are fewer chunks than programs
-        _link(LINK)
-        return
+    BESIDE: gl.constexpr = made is not None
+    all_k, all_q, all_P, all_T, all_both, all_kept, all_swaps, all_lines, barriers = room
+    ready_k = barriers[0].index(worker)
+    ready_q = barriers[1].index(worker)
+    ready_v = barriers[2].index(worker)
+    swap = all_swaps.index(worker)
+    squares = all_lines[0].index(worker)  # squared lengths of keys; with NORMALIZE, inverse norms
+    norms_k = squares
+    norms_q = all_lines[1].index(worker)
+    logs_k = all_lines[2].index(worker)
     text = _text(item // H, slot_texts, PACKED)
     begin, end, first = _begin_end(text, bounds, first_slots, PACKED)
     start, rows = _place(item // H, begin, end, first, t, PACKED)
     mbarrier.expect(ready_k, 128 * K)
-    tma.async_copy_global_to_shared(k, [start, item % H // SHARED * head_k], ready_k, all_k.index(0))
+    tma.async_copy_global_to_shared(k, [start, item % H // SHARED * head_k], ready_k, all_k.index(worker))
     mbarrier.expect(ready_q, 128 * K)
-    tma.async_copy_global_to_shared(q, [start, item % H // SHARED * head_q], ready_q, all_q.index(0))
+    tma.async_copy_global_to_shared(q, [start, item % H // SHARED * head_q], ready_q, all_q.index(worker))
     _link(LINK)  # the launch before this one makes the factors
     if VECTORS:
         mbarrier.expect(ready_v, 1024)
-        tma.async_copy_global_to_shared(vectors, [item * R * FACTORS + BETA, 0], ready_v, kept.index(0))
+        tma.async_copy_global_to_shared(vectors, [item * R * FACTORS + BETA, 0], ready_v, all_kept.index(worker))
     barrier()
 
     i1 = gl.arange(0, 64, row)
@@ -112,19 +98,26 @@ def head_scores(
     none = gl.zeros([64, 64], gl.float32, acc)
     phase = 0
     phase_v = 0
-    count = (item // gl.num_programs(0) + 1) * R
+    step = gl.num_programs(0) * (WORKERS if BESIDE else 1)
+    count = ((items - 1 - item if UP else item) // step + 1) * R
     wildest = 64
+    till = 64
+    past = 0
     for n in range(0, count):
         r = n % R
         last = r == R - 1
         u = item * R + r
         zero = u >> 28
-        tile_k = all_k.index(zero)
-        tile_q = all_q.index(zero)
-        tile_P = all_P.index(zero)
+        tile_k = all_k.index(worker + zero)
+        tile_q = all_q.index(worker + zero)
+        tile_P = all_P.index(worker + zero)
         # Find the next item, and fetch its tiles step by step.
-        upcoming = item - gl.where(last, gl.num_programs(0), 0)
-        more = upcoming >= 0
+        if UP:
+            upcoming = item + gl.where(last, step, 0)
+            more = upcoming < items
+        else:
+            upcoming = item - gl.where(last, step, 0)
+            more = upcoming >= 0
         next_item = gl.where(more, upcoming, item)
         text = _text(next_item // H, slot_texts, PACKED)
         mbarrier.wait(ready_k, phase)
@@ -150,7 +143,7 @@ def head_scores(
         begin, end, first = _begin_end(text, bounds, first_slots, PACKED)
         if VECTORS:
             mbarrier.wait(ready_v, phase_v)
-            given = kept.index(zero)._reinterpret(gl.float32, [256], plain)
+            given = all_kept.index(worker + zero)._reinterpret(gl.float32, [256], plain)
         to_q = gl.full([64], 1.0, gl.float32, row) * scale
         if NORMALIZE:
             to_q = to_q * norms_q.load(row)
@@ -211,6 +204,7 @@ def head_scores(
             tame = tame & (rate >= 0.0) & (rate <= MOST_BETA)
             if GATED:
                 tame = tame & (_row(given, COARSE, line) <= 0.0)
+            before = till
             till = gl.min(gl.where((tame == 0) & (each < rows), each, 64), 0)
             if K == 128:
                 wildest = gl.minimum(wildest, till)
@@ -227,23 +221,33 @@ def head_scores(
             X, XN = _invert_blocks(N_low, N_high, swap, 0)
             mbarrier.expect(ready_v, 1024, pred=ahead)
             fence_async_shared()
-            tma.store_wait(1)
+            if BESIDE:
+                _await_stores(1)
+            else:
+                tma.store_wait(1)
             barrier()  # X is complete; all warps have read the factors; T has been stored
+            if BESIDE:
+                _mark(made + past, (n > R) & (before == 64))
             tma.async_copy_global_to_shared(
-                vectors, [next_u * FACTORS + BETA, 0], ready_v, kept.index(zero), pred=ahead
+                vectors, [next_u * FACTORS + BETA, 0], ready_v, all_kept.index(worker + zero), pred=ahead
             )
-            whole = _merge_blocks(N_low, X, XN, swap, all_both.index(zero))
-            tile_T = all_T.index(zero)
+            whole = _merge_blocks(N_low, X, XN, swap, all_both.index(worker + zero))
+            tile_T = all_T.index(worker + zero)
             tile_T.store(whole.to(gl.bfloat16))
         if CORRECTS:
             fence_async_shared()
             tma.store_wait(0)  # of P
             barrier()
             tma.async_copy_shared_to_global(T, [u * 64, 0], tile_T)
+            if BESIDE and n < R:  # the walk may be waiting for it
+                _await_stores(0)
+                barrier()
+                _mark(made + u, till == 64)
         elif VECTORS:
             tma.async_copy_global_to_shared(
-                vectors, [next_u * FACTORS + BETA, 0], ready_v, kept.index(zero), pred=ahead
+                vectors, [next_u * FACTORS + BETA, 0], ready_v, all_kept.index(worker + zero), pred=ahead
             )
+        past = u
         phase_v ^= 1
         phase ^= gl.where(last, 1, 0)
         start = next_start
@@ -251,7 +255,119 @@ def head_scores(
         item = next_item
     tma.store_wait(0)
     if CORRECTS and K == 128:
+        _await_stores(0)  # T is written, not only read, before it is written again
+        barrier()
+        if BESIDE:
+            _mark(made + past, till == 64)
+        rooms = all_k.index(worker), all_P.index(worker), all_T.index(worker), all_both.index(worker), swap
         _mend(
-            keys, inverses, factors, bounds, first_slots, slot_texts, t, gl.where(wildest < 64, items, 0), items,
-            stride_k, head_k, H, R, SHARED, GATED, NORMALIZE, PACKED,
+            keys, inverses, factors, made, rooms, bounds, first_slots, slot_texts, t, gl.where(wildest < 64, items, 0),
+            items, worker, stride_k, head_k, H, R, SHARED, GATED, NORMALIZE, PACKED, UP,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _make_beside(
+    q, k, P, T, vectors, keys, inverses, factors, made, room, worker: gl.constexpr, bounds, first_slots, slot_texts, t,
+    items, stride_k, head_q, head_k, scale,
+    H: gl.constexpr, R: gl.constexpr, SHARED: gl.constexpr, GATED: gl.constexpr, NORMALIZE: gl.constexpr,
+    PACKED: gl.constexpr, UP: gl.constexpr, LINK: gl.constexpr,
+):  # fmt: skip
+    """Make P and T of the items of one group of warps of a program that works beside the walk."""
+    n = gl.program_id(0) + worker * gl.num_programs(0)
+    if n >= items:
+        _link(LINK)
+    else:
+        item = n if UP else items - 1 - n
+        _make_all(
+            q, k, P, T, vectors, keys, inverses, factors, None, made, room, worker, bounds, first_slots, slot_texts, t,
+            items, item, stride_k, head_q, head_k, scale,
+            H, R, SHARED, 128, GATED, True, NORMALIZE, PACKED, UP, LINK,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["t", "items", "used"])
+def head_scores(
+    q, k, P, T, vectors, keys, inverses, factors, wild, made, bounds, first_slots, slot_texts, t, items,
+    used, stride_k, head_q, head_k, scale,
+    H: gl.constexpr, R: gl.constexpr, SHARED: gl.constexpr, K: gl.constexpr,
+    GATED: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, PACKED: gl.constexpr,
+    UP: gl.constexpr, LINK: gl.constexpr,
+):  # fmt: skip
+    """Fill P and T of every chunk with decay per head or none. An item is a slot and one of H groups of R value heads.
+
+    SHARED groups have the same key head.
+
+    q, k: descriptors of [64, K]; P, T: of [64, 64]; vectors: of factors, [4, 64]; keys, inverses: k and T themselves.
+    items: slots H. used: the number of slots that have a chunk, if only these are wanted.
+    wild `slot hv`, unless K is 128: the first wild row, or 64; another launch makes those rows.
+    made `slot hv`: 0, gets a 1 for each chunk and head that is written, if the walk runs beside this launch; then K is
+    128, and the rule corrects. UP: the first chunks are made first, otherwise the last ones.
+    """
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    W: gl.constexpr = 1 if made is None else WORKERS
+    all_k = gl.allocate_shared_memory(gl.bfloat16, [W, 64, K], k.layout)
+    all_q = gl.allocate_shared_memory(gl.bfloat16, [W, 64, K], q.layout)
+    all_P = gl.allocate_shared_memory(gl.bfloat16, [W, 64, 64], P.layout)
+    ready_k = gl.allocate_shared_memory(gl.int64, [W, 1], mbarrier.MBarrierLayout())
+    ready_q = gl.allocate_shared_memory(gl.int64, [W, 1], mbarrier.MBarrierLayout())
+    # (What a variant does not need is another of its buffers.)
+    all_kept, ready_v, all_T, all_both, all_swaps = all_P, ready_k, all_P, all_P, ready_k
+    squares, norms_q, logs_k = ready_k, ready_k, ready_k
+    if GATED or CORRECTS:
+        all_kept = gl.allocate_shared_memory(gl.float32, [W, 4, 64], vectors.layout)
+        ready_v = gl.allocate_shared_memory(gl.int64, [W, 1], mbarrier.MBarrierLayout())
+    if CORRECTS:
+        all_T = gl.allocate_shared_memory(gl.bfloat16, [W, 64, 64], T.layout)
+        # X of rows ..32, and N of the other rows.
+        all_both = gl.allocate_shared_memory(gl.float16, [W, 64, 32], gl.NVMMASharedLayout(64, 16, 2))
+        all_swaps = gl.allocate_shared_memory(gl.float16, [W, 4, 16, 16], TILES)
+    if CORRECTS or NORMALIZE:
+        squares = gl.allocate_shared_memory(gl.float32, [W, 64], plain)
+    if NORMALIZE:
+        norms_q = gl.allocate_shared_memory(gl.float32, [W, 64], plain)
+        logs_k = gl.allocate_shared_memory(gl.float32, [W, 64], plain)
+    for w in gl.static_range(W):
+        mbarrier.init(ready_k.index(w), count=1)
+        mbarrier.init(ready_q.index(w), count=1)
+        if GATED or CORRECTS:
+            mbarrier.init(ready_v.index(w), count=1)
+    fence_async_shared()
+    barrier()
+    room = (
+        all_k, all_q, all_P, all_T, all_both, all_kept, all_swaps, (squares, norms_q, logs_k),
+        (ready_k, ready_q, ready_v),
+    )  # fmt: skip
+
+    if used is not None:
+        items = gl.minimum(_fresh(used, True).to(gl.int32) * H, items)
+    if made is None:
+        item = items - 1 - gl.program_id(0)
+        if item < 0:  # there are fewer chunks than programs
+            _link(LINK)
+            return
+        _make_all(
+            q, k, P, T, vectors, keys, inverses, factors, wild, made, room, 0, bounds, first_slots, slot_texts, t,
+            items, item, stride_k, head_q, head_k, scale,
+            H, R, SHARED, K, GATED, CORRECTS, NORMALIZE, PACKED, UP, LINK,
+        )  # fmt: skip
+    else:
+        gl.static_assert(CORRECTS and K == 128)
+        gl.warp_specialize(
+            [
+                (_make_beside, (
+                    q, k, P, T, vectors, keys, inverses, factors, made, room, 0, bounds, first_slots, slot_texts, t,
+                    items, stride_k, head_q, head_k, scale, H, R, SHARED, GATED, NORMALIZE, PACKED, UP, LINK,
+                )),
+                (_make_beside, (
+                    q, k, P, T, vectors, keys, inverses, factors, made, room, 1, bounds, first_slots, slot_texts, t,
+                    items, stride_k, head_q, head_k, scale, H, R, SHARED, GATED, NORMALIZE, PACKED, UP, LINK,
+                )),
+                (_make_beside, (
+                    q, k, P, T, vectors, keys, inverses, factors, made, room, 2, bounds, first_slots, slot_texts, t,
+                    items, stride_k, head_q, head_k, scale, H, R, SHARED, GATED, NORMALIZE, PACKED, UP, LINK,
+                )),
+            ],
+            [4, 4],
+            [168, 168],
         )  # fmt: skip

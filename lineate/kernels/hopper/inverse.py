@@ -8,12 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from lineate.kernels.hopper.parts import _between, _chunk_bounds, _times, barrier
+from lineate.kernels.hopper.parts import _between, _chunk_bounds, _mark, _times, barrier
 from lineate.kernels.hopper.scores import (
     ACC,
     LOW,
     SMALL,
-    TILES,
+    WORKERS,
     _diagonal,
     _halves,
     _invert_blocks,
@@ -164,26 +164,24 @@ def _wild_inverse(
 
 @gluon.jit
 def _mend(
-    k, T, factors, bounds, first_slots, slot_texts, t, wanted, items, stride_k, head_k,
+    k, T, factors, made, rooms, bounds, first_slots, slot_texts, t, wanted, items, worker: gl.constexpr, stride_k,
+    head_k,
     H: gl.constexpr, R: gl.constexpr, SHARED: gl.constexpr, GATED: gl.constexpr, NORMALIZE: gl.constexpr,
-    PACKED: gl.constexpr,
+    PACKED: gl.constexpr, UP: gl.constexpr,
 ):  # fmt: skip
     """Do what portable/scores.py's invert_wild does for a program of head_scores, with the bits of whole_walk.
 
-    k, T: no descriptors. wanted: items, or 0 if none of the program's has wild rows.
+    k, T: no descriptors. rooms: buffers for a tile of k, of P, of T, and the inverse's. wanted: items, or 0 if none of
+    the program's has wild rows. made: as for head_scores; these rows' chunks are marked here.
     """
-    gl.inline_asm_elementwise(  # T is written, not only read, before it is written again
-        "cp.async.bulk.wait_group 0; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-    tile = gl.allocate_shared_memory(gl.bfloat16, [64, WIDTH], gl.NVMMASharedLayout(128, 16, 2))
-    flat = gl.allocate_shared_memory(gl.float32, [FACTORS * 64], PLAIN)
-    both = gl.allocate_shared_memory(gl.float16, [64, 32], gl.NVMMASharedLayout(64, 16, 2))
-    swap = gl.allocate_shared_memory(gl.float16, [4, 16, 16], TILES)
-    small = gl.allocate_shared_memory(gl.float32, [3, 64], PLAIN)
+    tile, room_P, room_T, both, swap = rooms
+    flat = room_P._reinterpret(gl.float32, [FACTORS * 64], PLAIN)
+    small = room_T._reinterpret(gl.float32, [3, 64], PLAIN)
     rows_of: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    for n in range(gl.program_id(0), wanted, gl.num_programs(0)):
-        item = items - 1 - n
+    step = gl.num_programs(0) * (1 if made is None else WORKERS)
+    for n in range(gl.program_id(0) + worker * gl.num_programs(0), wanted, step):
+        item = n if UP else items - 1 - n
         start, rows = _chunk_bounds(item // H, bounds, first_slots, slot_texts, t, PACKED)
         i = gl.arange(0, 64, gl.SliceLayout(1, rows_of))[:, None]
         x = gl.arange(0, WIDTH, gl.SliceLayout(0, rows_of))[None, :]
@@ -216,9 +214,12 @@ def _mend(
                 to_k = _vector(flat, BETA, LOW_ROW) * -1.0
                 if NORMALIZE:
                     to_k = to_k * norms_k.load(LOW_ROW)
-                made = _wild_inverse(
+                again = _wild_inverse(
                     tile, flat, norms_k, logs_k, to_k, small.index(2), swap, both, till, rows, n >> 28, GATED, NORMALIZE
                 )
                 j = gl.arange(0, 64, ROW)[:, None]
                 to = T + at * 4096 + j * 64 + gl.arange(0, 64, COLUMN)[None, :]
-                gl.store(to, made.to(gl.bfloat16), mask=j >= till)
+                gl.store(to, again.to(gl.bfloat16), mask=j >= till)
+                if made is not None:
+                    barrier()
+                    _mark(made + at, till < 64)

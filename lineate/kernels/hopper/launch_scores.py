@@ -1,12 +1,42 @@
 """The launches of head_scores.py and channel.py: P, T and all else of a chunk that does not depend on the state."""
 
+import torch
+from torch import Tensor
+
 from lineate.kernels.call import Call
 from lineate.kernels.hopper.channel import channel_scores
 from lineate.kernels.hopper.descriptors import describe, describe_rows, describe_squares
 from lineate.kernels.hopper.head_scores import head_scores
-from lineate.kernels.launching import compiling, linked, multiprocessors, start
+from lineate.kernels.hopper.scores import WORKERS
+from lineate.kernels.launching import ceil_div, compiling, linked, multiprocessors, start
 from lineate.kernels.portable.gates import FACTORS
 from lineate.kernels.stages import Prepared
+
+# Where head_scores works beside the walk: Gated DeltaNet, us in a graph on an H200, one after the other and beside.
+#
+#     tokens, value heads of 128      2048, 32    3072, 32    4096, 32    8192, 20    8192, 32    8192, 40    8192, 48
+#     forward                          61  67      89  86     112 106     213 190     212 196     258 202     233 237
+#     forward and backward                                                            730 689
+#
+# The walk's first chunk comes about 5 us later, and the scores take its bandwidth of L2 while they are made.
+LEAST_IDLE = 3 / 8  # of the multiprocessors
+LEAST_CHUNKS = 48
+
+
+def takes_beside(q: Tensor) -> bool:
+    """Whether head_scores can work beside a walk, with these inputs."""
+    return q.dtype == torch.bfloat16 and q.shape[3] == 128
+
+
+def leaves_room(call: Call) -> bool:
+    """Whether a walk that is not cut leaves enough multiprocessors idle for head_scores to work beside it."""
+    return _idle(call) >= LEAST_IDLE * multiprocessors(call.q.device)
+
+
+def _idle(call: Call) -> int:
+    """Return how many multiprocessors a walk leaves idle; a program of it has one, and 64 value columns."""
+    _, _, hv, _, V = call.sizes
+    return multiprocessors(call.q.device) - call.sequences.number * hv * (V // 64)
 
 
 def fill_head_scores(call: Call, ready: Prepared, for_backward: bool) -> None:
@@ -16,8 +46,9 @@ def fill_head_scores(call: Call, ready: Prepared, for_backward: bool) -> None:
     """
     _, h, hv, _, _ = call.sizes
     # An item is a chunk with all value heads of a key head; where these are few, with one value head.
-    few = call.sequences.slots * h < 3 * multiprocessors(call.q.device)
-    for groups in {h, hv} if compiling() else {hv if few else h}:
+    few = ready.made is not None or call.sequences.slots * h < 3 * multiprocessors(call.q.device)
+    both = compiling() and ready.made is None
+    for groups in {h, hv} if both else {hv if few else h}:
         _launch_head_scores(call, ready, groups, for_backward)
 
 
@@ -29,15 +60,19 @@ def _launch_head_scores(call: Call, ready: Prepared, groups: int, for_backward: 
     items = slots * groups
     # Programs on a multiprocessor, as measured.
     side_by_side = 4 if h < hv else 3 if call.normalize_qk else 2
+    programs = min(side_by_side * multiprocessors(q.device), items)
+    if ready.made is not None:
+        programs = min(_idle(call), ceil_div(items, WORKERS.value))
     squares = [describe_squares(x) for x in (ready.P, ready.T) if x is not None]
-    start(head_scores, (min(side_by_side * multiprocessors(q.device), items),))(
+    start(head_scores, (programs,))(
         describe_rows(q, K), describe_rows(k, K), squares[0], squares[-1],
         describe(ready.factors, slots * hv * FACTORS.value, 64, 64, [4, 64]), k, ready.T, ready.factors,
-        ready.wild,
+        ready.wild, ready.made,
         *call.where, items, used, k.stride(1), q.stride(2), k.stride(2), call.scale,
         H=groups, R=hv // groups, SHARED=groups // h, K=K, GATED=call.gates.log_decay is not None,
         CORRECTS=call.corrects, NORMALIZE=call.normalize_qk, PACKED=call.sequences.packed,
-        num_warps=4, maxnreg=128, **linked(q.device),
+        UP=ready.made is not None and not for_backward,
+        num_warps=4, maxnreg=128 if ready.made is None else 168, **linked(q.device),
     )  # fmt: skip
 
 

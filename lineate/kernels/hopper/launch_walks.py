@@ -101,6 +101,7 @@ def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
         P_tiles,
         P_tiles if T is None else describe_squares(T),
         describe(ready.factors, ready.factors.numel() // 64, 64, 64, [_box_rows(K, channel), 64]),
+        ready.made,
         output_tiles,
         output_tiles if states is None else describe(states, sequences.slots * hv * V, K, K, [block, K]),
         walk.outer, walk.inner, walk.final, output, *sequences.places(t, walk.map_only),
@@ -171,6 +172,7 @@ def walk_backward(call: Call, ready: Prepared, walk: BackwardWalk) -> None:
         P_tiles,
         P_tiles if T is None else describe_squares(T),
         describe(ready.factors, ready.factors.numel() // 64, 64, 64, [_box_rows(K, channel), 64]),
+        ready.made,
         describe(walk.doutput, tokens, hv * V, hv * V, [64, block]),
         describe(walk.dvalues, tokens, hv * V, hv * V, [64, block]),
         describe(walk.dstates, sequences.slots * hv * V, K, K, [block, 64]),
@@ -178,4 +180,5 @@ def walk_backward(call: Call, ready: Prepared, walk: BackwardWalk) -> None:
         q.stride(2), k.stride(2),
         HV=hv, R=hv // q.shape[2], K=K, V=V, BV=block, STAGES=stages, OTHERS=others, EARLY=early, OUTS=outs,
         CHANNEL=channel, CORRECTS=corrects, PACKED=sequences.packed, num_warps=block // 16,
+        **linked(q.device, last=True),
     )  # fmt: skip

@@ -27,6 +27,41 @@ def _fresh(at, there):
 
 
 @gluon.jit
+def _mark(at, there):
+    """Set a number to 1, for another launch that waits for it (_await_mark), if it is there.
+
+    All threads call this, after a barrier behind all that they have written before.
+    """
+    gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.release.gpu.global.s32 [$1], 1; mov.s32 $0, 0;}",
+        "=r,l,r", [at.to(gl.int64, bitcast=True), there.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _await_mark(made, at, there):
+    """Wait until a number of made (unless that is None) is not 0, if it is there.
+
+    Then copies (TMA) find what was written before it was set.
+    """
+    if made is not None:
+        gl.inline_asm_elementwise(
+            "{.reg .pred p; .reg .s32 x; setp.eq.s32 p, $2, 0; @p bra THERE;"
+            " AGAIN: ld.acquire.gpu.global.s32 x, [$1]; setp.eq.s32 p, x, 0; @p bra AGAIN;"
+            " THERE: fence.proxy.async.global; mov.s32 $0, 0;}",
+            "=r,l,r", [(made + at).to(gl.int64, bitcast=True), there.to(gl.int32)],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _end_beside(made):
+    """Wait for the launch that sets the marks, so that it has ended when this launch has."""
+    if made is not None:
+        gdc_wait()
+
+
+@gluon.jit
 def _exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
@@ -48,6 +83,17 @@ def _between(coarse_i, coarse_j, fine_i, fine_j):
 def _times(x, y):
     """Return x y, rounded before anything is added."""
     return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _round(x):
+    """Round x to bfloat16, two numbers at a time.
+
+    (With `to`, the compiler would cut to the triangle after the rounding, one number at a time.)
+    """
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
 
 
 @gluon.jit

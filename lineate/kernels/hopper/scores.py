@@ -192,6 +192,7 @@ PAIRS = gl.constexpr(
         [[0, 1, 0, 0], [1, 0, 0, 0]], [], [2, 2, 16, 16],
     )
 )  # fmt: skip
+WORKERS = gl.constexpr(3)  # groups of warps in a program of head_scores that works beside the walk
 TILES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0]))
 
 

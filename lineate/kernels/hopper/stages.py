@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from lineate.kernels.call import Call
+from lineate.call import Inputs, Options
+from lineate.kernels.call import CHUNK, Call
 from lineate.kernels.hopper import launch_gradients, launch_scores, launch_walks
 from lineate.kernels.launching import multiprocessors
 from lineate.kernels.portable import launch_gradients as portable_gradients
@@ -27,6 +28,17 @@ class HopperStages(PortableStages):
             return False
         return torch.cuda.get_device_capability(device) == (9, 0)
 
+    @staticmethod
+    def makes_beside(inputs: Inputs, options: Options) -> bool:
+        """Whether scores are made beside a walk that leaves room for it: for rules that correct, decay per head."""
+        q, decay = inputs.q, inputs.log_decay
+        return options.corrects and (decay is None or decay.dim() == 3) and launch_scores.takes_beside(q)
+
+    @property
+    def fewest_chunks(self) -> int:
+        """The fewest chunks with which a call selects the same kernels, cut or not."""
+        return launch_scores.LEAST_CHUNKS if launch_scores.leaves_room(self.call) else 1
+
     def choose_products(self) -> tuple[str, ...]:
         """Return products; with decay per channel a second launch makes the rows that are wild in channel.py."""
         return ("fp16", "tf32x3") if self.takes_channel else super().choose_products()
@@ -34,7 +46,7 @@ class HopperStages(PortableStages):
     def variant(self) -> tuple[object, ...]:
         """Return what else selects the compiled kernels, including the value columns of the walks' programs."""
         blocks = launch_walks.forward_block(self.call), launch_walks.forward_block(self.call, map_only=True)
-        return self.products, *blocks, launch_walks.backward_block(self.call)
+        return self.products, *blocks, launch_walks.backward_block(self.call), self.works_beside
 
     def made_in_walk(self, keep: bool) -> InWalk:
         """Return what the forward walk makes itself, with the same bits: what is faster so, as measured."""
@@ -48,6 +60,21 @@ class HopperStages(PortableStages):
         programs = call.sequences.walks(map_only=False, likely=True) * hv
         fits = not call.normalize_qk and K == 128 and V % 128 == 0 and programs >= multiprocessors(call.q.device)
         return InWalk.SCORES if fits else InWalk.NOTHING
+
+    def make_head_room(self, in_walk: InWalk, for_backward: bool) -> Prepared:
+        """Return the buffers that fill_head_scores fills; marks too, if it works beside the walk."""
+        ready = super().make_head_room(in_walk, for_backward)
+        if ready.T is None or not self.works_beside:
+            return ready
+        return ready._replace(made=ready.factors.new_empty(ready.factors.shape[:2], dtype=torch.int32))
+
+    @property
+    def works_beside(self) -> bool:
+        """Whether scores and inverse are made while the walk runs."""
+        call = self.call
+        fits = self.takes_call and call.corrects and not call.channel and launch_scores.takes_beside(call.q)
+        enough = call.sizes[0] >= CHUNK * launch_scores.LEAST_CHUNKS
+        return fits and enough and not call.sequences.cuts and launch_scores.leaves_room(call)
 
     def make_channel_room(self, for_backward: bool) -> Prepared:
         """Return the buffers that fill_channel_scores fills; for the backward, also norms."""

@@ -31,7 +31,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lineate.kernels.hopper.parts import (
     COPY_REGISTERS,
+    _await_mark,
     _between,
+    _end_beside,
     _entering,
     _expect,
     _factor,
@@ -40,6 +42,7 @@ from lineate.kernels.hopper.parts import (
     _link,
     _rates,
     _ring,
+    _round,
     _segment,
     _signals,
     _text_bounds,
@@ -111,17 +114,6 @@ def _ask(kept_q, kept_k, stage, layout: gl.constexpr):
 
 
 @gluon.jit
-def _round(x):
-    """Round x to bfloat16, two numbers at a time.
-
-    (With `to`, the compiler would cut to the triangle after the rounding, one number at a time.)
-    """
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
-    )
-
-
-@gluon.jit
 def _score(QK, kept_factors, stage, scale, zero, layout: gl.constexpr, GATED: gl.constexpr):
     """Return P, with the same bits as scores.py.
 
@@ -140,7 +132,7 @@ def _score(QK, kept_factors, stage, scale, zero, layout: gl.constexpr, GATED: gl
 
 @gluon.jit
 def _copy_tiles(
-    sources, kept, ready, done, free, output, states, written, entering, token, at, count,
+    sources, kept, ready, done, free, made, output, states, written, entering, token, at, count,
     column_q, column_k, column_v, column_o, first,
     HV: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr,
     CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr, SCORES: gl.constexpr,
@@ -148,18 +140,21 @@ def _copy_tiles(
     """Fetch the tiles of all chunks and store their results.
 
     done[stage]: the others have read a chunk's tiles, and its results lie in shared memory. free[m]: those have left.
+    made: the marks of the chunks whose P and T are written, if head_scores runs beside this launch.
     """
     for s in gl.static_range(STAGES):
         places = _places(
             token + s * 64, at + s * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP, SCORES
         )  # fmt: skip
+        _await_mark(made, at + s * HV, s < count)
         _expect(sources, ready, s, s < count)
         _fetch(sources, kept, ready, places, s, s < count)
     stage = 0
     phase = 0
     for n in range(count):
-        mbarrier.wait(done.index(stage), phase)
         there = n + STAGES < count
+        _await_mark(made, at + STAGES * HV, there)  # (here, because the answer takes a while)
+        mbarrier.wait(done.index(stage), phase)
         places = _places(
             token + STAGES * 64, at + STAGES * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP, SCORES
         )  # fmt: skip
@@ -177,6 +172,7 @@ def _copy_tiles(
         at += HV
         stage, phase = _upcoming(stage, phase, STAGES)
     tma.store_wait(0)
+    _end_beside(made)
 
 
 @gluon.jit
@@ -381,7 +377,7 @@ def _walk(
 
 @gluon.jit(do_not_specialize=["t", "lasts", "segments"])
 def forward_state(
-    q, k, w, v, P, T, factors, output, states, outer, inner, final, out,
+    q, k, w, v, P, T, factors, made, output, states, outer, inner, final, out,
     bounds, first_slots, first_cuts, cut_texts, t, lasts, segments, head_q, head_k, head_v, scale,
     HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr,
@@ -393,6 +389,7 @@ def forward_state(
     factors are rows of 64: those of gates.py or, with CHANNEL, e^{G_c} in halves and beta. With CHANNEL, k, q, w are
     Kr, Qr, Kw; without CORRECTS nothing reads with k, and k is Kw. MAP, as in state.py, reads neither q nor P.
     SCORES: P is not read (its descriptor gives the layout) but computed from q, k and, if GATED, the factors.
+    made `slot hv`: head_scores runs beside this launch, and sets a 1 for each chunk whose P and T are written.
     """
     gl.static_assert(not (SCORES and (CHANNEL or MAP or CORRECTS)))
     gl.static_assert(K == 128 or K == 64)
@@ -477,7 +474,8 @@ def forward_state(
     done, free = _signals(STAGES, OUTS)
     fence_async_shared()
     barrier()
-    _link(LINK)  # (find_slots, which makes the bounds, is at least two launches before this one)
+    if made is None:
+        _link(LINK)  # (find_slots, which makes the bounds, is at least two launches before this one)
     gl.warp_specialize(
         [
             (_walk, (
@@ -487,7 +485,7 @@ def forward_state(
                 CORRECTS, KEEP, MAP, SCORES, GATED, num_warps,
             )),
             (_copy_tiles, (
-                sources, kept, ready, done, free, output, states, written, entering, token, at, count, column_q,
+                sources, kept, ready, done, free, made, output, states, written, entering, token, at, count, column_q,
                 column_k, column_v, column_o, first, HV, V, STAGES, OUTS, ROWS, CHANNEL, CORRECTS, KEEP, MAP, SCORES,
             )),
         ],

@@ -27,11 +27,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lineate.kernels.hopper.parts import (
     COPY_REGISTERS,
+    _await_mark,
+    _end_beside,
     _entering,
     _expect,
     _factor,
     _fetch,
     _half,
+    _link,
     _ring,
     _segment,
     _signals,
@@ -107,15 +110,18 @@ def _leave(leaving0, leaving1, stage, held0, held1, layout: gl.constexpr, H: gl.
 @gluon.jit
 def _copy_tiles(
     sources, kept, ready, others, kept_others, ready_others, early_sources, early_kept, early_ready, begun, done, free,
-    dvalues, dstates, written, leaving0, leaving1, token, at, count, partial, column_q, column_k, column_o, first,
+    made, dvalues, dstates, written, leaving0, leaving1, token, at, count, partial, column_q, column_k, column_o, first,
     HV: gl.constexpr, V: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, OTHERS: gl.constexpr,
     EARLY: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr,
 ):  # fmt: skip
     """Fetch the tiles of all chunks and store their results.
 
     begun: the others have read dO and P of the first chunk. done[stage]: they have read a chunk's tiles, and dO and P
-    of the next; its results lie in shared memory. free[m]: those have left.
+    of the next; its results lie in shared memory. free[m]: those have left. made: as for the forward walk.
     """
+    AHEAD: gl.constexpr = STAGES if STAGES > EARLY else EARLY + 1  # chunks whose T, or P, is fetched
+    for s in gl.static_range(AHEAD):
+        _await_mark(made, at - s * HV, s < count)
     for s in gl.static_range(EARLY):
         _expect(early_sources, early_ready, s, s < count)
         places = ((token - s * 64, column_o), ((at - s * HV) * 64, 0))
@@ -143,6 +149,7 @@ def _copy_tiles(
     phase = 0
     other = 0
     for n in range(count):
+        _await_mark(made, at - AHEAD * HV, n + AHEAD < count)
         mbarrier.wait(done.index(stage), phase)
         _expect(others, ready_others, other, n + OTHERS < count)
         places = _other_places(token - OTHERS * 64, at - OTHERS * HV, column_k, ROWS, CHANNEL, CORRECTS)
@@ -170,6 +177,7 @@ def _copy_tiles(
         other = gl.where(other == OTHERS - 1, 0, other + 1)
         stage, phase = _upcoming(stage, phase, STAGES)
     tma.store_wait(0)
+    _end_beside(made)
 
 
 @gluon.jit
@@ -356,16 +364,16 @@ def _walk(
 
 @gluon.jit(do_not_specialize=["t", "lasts", "segments"])
 def backward_state(
-    q, k, w, P, T, factors, doutput, dvalues, dstates, numbers, outer, inner, dstart, dv,
+    q, k, w, P, T, factors, made, doutput, dvalues, dstates, numbers, outer, inner, dstart, dv,
     bounds, first_slots, first_cuts, cut_texts, t, lasts, segments, head_q, head_k,
     HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     OTHERS: gl.constexpr, EARLY: gl.constexpr, OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr,
-    PACKED: gl.constexpr, num_warps: gl.constexpr,
+    PACKED: gl.constexpr, LINK: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Do what state.py's backward_state does. q ... dstates: descriptors; numbers: the factors; dv: the dvalues.
 
     factors are rows of 64: those of gates.py or, with CHANNEL, e^{G_c} in halves and beta. With CHANNEL, k, q, w are
-    Kr, Qr, Kw; without CORRECTS nothing reads with k, and k is Kw.
+    Kr, Qr, Kw; without CORRECTS nothing reads with k, and k is Kw. made: as for forward_state.
     """
     gl.static_assert(K == 128 or K == 64)
     H: gl.constexpr = K // 64
@@ -378,6 +386,7 @@ def backward_state(
     CUT: gl.constexpr = inner is not None
     text, segment, segments, cut = _segment(pair // HV, first_cuts, cut_texts, lasts, segments, CUT, PACKED)
     if CUT and text < 0:
+        _link(LINK)
         return
     start, length, slot = _text_bounds(text, bounds, first_slots, t, PACKED)
     chunks = (length + 63) // 64
@@ -435,6 +444,8 @@ def backward_state(
     done, free = _signals(STAGES, OUTS)
     fence_async_shared()
     barrier()
+    if made is None:
+        _link(LINK)
     gl.warp_specialize(
         [
             (_walk, (
@@ -445,7 +456,7 @@ def backward_state(
             )),
             (_copy_tiles, (
                 sources, kept, ready, others, kept_others, ready_others, early_sources, early_kept, early_ready, begun,
-                done, free, dvalues, dstates, written, leaving0, leaving1, token, at, count,
+                done, free, made, dvalues, dstates, written, leaving0, leaving1, token, at, count,
                 (count > 0) & (rows < 64), column_q, column_k, column_o, first, HV, V, H, STAGES, OTHERS, EARLY, OUTS,
                 ROWS, CHANNEL, CORRECTS,
             )),

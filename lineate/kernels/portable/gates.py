@@ -83,7 +83,7 @@ def gate_gradients(d, x, speed, lower_bound):
 
 @triton.jit(do_not_specialize=["t"])
 def head_gates(
-    log_decay, beta, A_log, dt_bias, factors, bounds, first_slots, slot_texts, t, scale, beta_scale, lower_bound,
+    log_decay, beta, A_log, dt_bias, factors, made, bounds, first_slots, slot_texts, t, scale, beta_scale, lower_bound,
     HV: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, CORRECTS: tl.constexpr,
     RAW: tl.constexpr, RAW_BETA: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr, LINK: tl.constexpr,
 ):  # fmt: skip
@@ -91,6 +91,7 @@ def head_gates(
 
     G is summed in two parts. Coarse is a multiple of 1/512 below 2^14 and adds without rounding; fine is the rest,
     below 1/1024 per token. So e^{G_i - G_j} is as exact after a reset as before, and causal to the last bit.
+    made `slot hv`, if given, is set to 0.
     """
     link(LINK)
     slot = tl.program_id(0)
@@ -131,6 +132,8 @@ def head_gates(
     tl.store(vector + COARSE * C, coarse, mask=within)
     tl.store(vector + FINE * C, fine, mask=within)
     tl.store(vector + DECAY * C, decay, mask=within)
+    if made is not None:
+        tl.store(made + slot * HV + head, tl.zeros((HEADS,), tl.int32), mask=head < HV)
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -41,7 +41,7 @@ def make_channel_room(call: Call, wild: bool, for_backward: bool, norms: bool) -
     Kw = torch.empty_like(Qr)
     Kr = torch.empty_like(Qr) if call.corrects else Kw
     kept_norms = q.new_empty(slots, hv, 2, CHUNK, dtype=torch.float32) if norms else None
-    return Prepared(Qr, Kr, Kw, P, T, M, factors, wild_rows, kept_norms)
+    return Prepared(Qr, Kr, Kw, P, T, M, factors, wild_rows, norms=kept_norms)
 
 
 def fill_channel_scores(call: Call, ready: Prepared, products: str, again: bool) -> None:
@@ -76,7 +76,7 @@ def fill_factors(call: Call, ready: Prepared) -> None:
     hv, gates = call.sizes[2], call.gates
     heads = min(16, next_power(hv))
     start(head_gates, (call.sequences.slots, ceil_div(hv, heads)))(
-        gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, ready.factors, *call.where, call.scale,
+        gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, ready.factors, ready.made, *call.where, call.scale,
         gates.beta_scale, gates.lower_bound,
         HV=hv, HEADS=heads, C=CHUNK, GATED=gates.log_decay is not None, CORRECTS=call.corrects,
         RAW=gates.raw_decay, RAW_BETA=gates.raw_beta, BIAS=gates.dt_bias is not None, PACKED=call.sequences.packed,

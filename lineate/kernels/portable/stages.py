@@ -48,6 +48,16 @@ class PortableStages:
         call = self.call
         return call.normalize_qk and call.gates.raw_beta and not call.channel and call.gates.beta_scale <= 2.0
 
+    @staticmethod
+    def makes_beside(inputs: Inputs, options: Options) -> bool:
+        """Whether scores are made beside a walk: never."""
+        return False
+
+    @property
+    def fewest_chunks(self) -> int:
+        """The fewest chunks with which a call selects the same kernels: one."""
+        return 1
+
     def variant(self) -> tuple[object, ...]:
         """Return what else, besides the shapes and dtypes of a call, selects its compiled kernels."""
         return (self.products,)
@@ -63,7 +73,7 @@ class PortableStages:
             ready = self.make_channel_room(for_backward)
             self.fill_channel_scores(ready)
             return ready
-        ready = launch_scores.make_head_room(call, self.looks_for_wild, in_walk)
+        ready = self.make_head_room(in_walk, for_backward)
         launch_scores.fill_factors(call, ready)
         if ready.P is not None or ready.T is not None:
             self.fill_head_scores(ready, for_backward)
@@ -75,6 +85,10 @@ class PortableStages:
     def looks_for_wild(self) -> bool:
         """Whether the first wild row of every chunk is computed, which products in float16 need."""
         return self.products[0] == "fp16"
+
+    def make_head_room(self, in_walk: InWalk, for_backward: bool) -> Prepared:
+        """Return the buffers that fill_head_scores fills, and those of the factors."""
+        return launch_scores.make_head_room(self.call, self.looks_for_wild, in_walk)
 
     def make_channel_room(self, for_backward: bool) -> Prepared:
         """Return the buffers that fill_channel_scores fills."""
