@@ -69,7 +69,8 @@ def line(heads: int, length: int, number: int, tried: Sequence[int], kernels: bo
     """Return the line of one case."""
     calls = make_calls(heads, length, number)
     chunks = -(-length // 64)
-    chosen = cut_forward(heads * SIZE // 64, multiprocessors(torch.device("cuda", 0))).count_segments(chunks)
+    programs, processors = heads * SIZE // 64, multiprocessors(torch.device("cuda", 0))
+    chosen = cut_forward(programs, processors, beside=True).count_segments(chunks)
     found, below = [], []
     with torch.no_grad():
         for segments in sorted({*tried, chosen}):

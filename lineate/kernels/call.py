@@ -146,6 +146,8 @@ class Call(NamedTuple):
     """Whether the decay is per key channel."""
     sizes: tuple[int, int, int, int, int]
     """t, h, hv, K, V."""
+    lone_chunks: int
+    """The chunks of the call's only sequence, 0 if it has several; those of the whole call, if this is a part of it."""
 
     @property
     def gates_outside(self) -> bool:
@@ -183,6 +185,7 @@ def make_call(inputs: Inputs, options: Options, cutting: Cutting = WHOLE, output
     """
     q, k, v, log_decay, beta, _, cu_seqlens, A_log, dt_bias = inputs
     log_decay, beta, A_log, dt_bias = (None if x is None else dense(x) for x in (log_decay, beta, A_log, dt_bias))
+    sequences = find_sequences(q, cu_seqlens, cutting, output)
     return Call(
         in_rows(q),
         in_rows(k),
@@ -191,12 +194,13 @@ def make_call(inputs: Inputs, options: Options, cutting: Cutting = WHOLE, output
             log_decay, beta, A_log, dt_bias,
             options.beta_scale, options.raw_decay, options.raw_beta, options.lower_bound,
         ),
-        find_sequences(q, cu_seqlens, cutting, output),
+        sequences,
         options.corrects,
         options.scale,
         options.normalize_qk,
         log_decay is not None and log_decay.dim() == 4,
         (*q.shape[1:3], v.shape[2], q.shape[3], v.shape[3]),
+        sequences.slots if sequences.number == 1 else 0,
     )  # fmt: skip
 
 

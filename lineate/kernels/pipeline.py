@@ -111,8 +111,8 @@ def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:
     COMPILED.add(kind)
 
     def some(cutting: Cutting) -> Call:
-        """Return the call on a few tokens, enough to be cut as well and to select the same kernels."""
-        tokens = CHUNK * (cutting.shortest if _is_cut(call, cutting) else stages.fewest_chunks)
+        """Return the call on a few tokens, which select the same kernels if they are enough to be cut as well."""
+        tokens = CHUNK * (cutting.shortest if _is_cut(call, cutting) else 1)
         return call.part(slice(0, call.q.shape[0]), slice(0, min(tokens, call.q.shape[1])), cutting)
 
     def both() -> None:

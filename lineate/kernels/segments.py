@@ -4,7 +4,8 @@ A walk goes from chunk to chunk, so a sequence with few heads leaves most multip
 how the segments of a walk can run at once, at the price of a second, cheaper walk that finds the map of each segment.
 
 Where a sequence is cut decides its last bits. So that no other sequence of a call ever changes them, that depends only
-on the sequence's own number of chunks, on the heads and on the device, never on the batch or on what it is packed with.
+on the sequence's own number of chunks, the heads, the rule and the device, never on the batch or on what it is packed
+with.
 """
 
 from typing import NamedTuple

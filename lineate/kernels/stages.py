@@ -164,10 +164,6 @@ class Stages(Protocol):
     def makes_beside(inputs: Inputs, options: Options) -> bool:
         """Whether scores are made beside a walk that leaves room for it, so that few segments do not help."""
 
-    @property
-    def fewest_chunks(self) -> int:
-        """The fewest chunks, if there are as many, with which a call selects the same kernels."""
-
     def variant(self) -> tuple[object, ...]:
         """Return what else, besides the shapes and dtypes of a call, selects its compiled kernels."""
 

@@ -71,6 +71,8 @@ def test_where_a_forward_walk_is_cut(heads):
     found = {t: cutting.count_segments(16 * t) for t in FORWARD[heads]}
     assert found == FORWARD[heads]
     assert cutting.count_segments(cutting.shortest - 1) == 1
+    beside = segments.cut_forward(2 * heads, 132, beside=True)
+    assert beside == (segments.WHOLE if heads in (24, 32) else cutting)  # two segments do not help there
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 8, 16, 33])

@@ -3,6 +3,8 @@
 They have the bits of launches one after the other, forward and backward, and the walk never reads what is not written.
 """
 
+import inspect
+
 import pytest
 import torch
 from cases import DELTA, GATED_DELTA, Shape, bounds, convert, draw, same_bits
@@ -21,18 +23,39 @@ CHUNKWISE = {"form": "chunkwise", "backend": "triton"}
 
 @pytest.fixture
 def choose(monkeypatch):
-    """Return a function that sets whether scores are made beside the walk, of any length; skip other GPUs."""
+    """Return a function that sets whether scores are made beside the walks, however many and long; skip other GPUs.
+
+    Before it is called again, and at the end, every launch of the scores must have been as it was chosen.
+    """
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernels are for compute capability 9.0")
     launches = pytest.importorskip("lineate.kernels.hopper.launch_scores")
     tape = pytest.importorskip("lineate.kernels.tape")
-    monkeypatch.setattr(launches, "LEAST_CHUNKS", 1)
+    made = inspect.signature(launches.head_scores.fn).parameters
+    start, seen, chosen = launches.start, [], []
+
+    def spy(kernel, grid):
+        launch = start(kernel, grid)
+
+        def go(*given, **options):
+            seen.append(dict(zip(made, given, strict=False))["made"] is not None)
+            return launch(*given, **options)
+
+        return go if kernel is launches.head_scores else launch
+
+    def check() -> None:
+        assert bool(seen) == bool(chosen) and all(x == chosen[-1] for x in seen)
+        seen.clear()
 
     def set_choice(beside: bool) -> None:
-        monkeypatch.setattr(launches, "LEAST_IDLE", 0.2 if beside else 2.0)
+        check()
+        chosen.append(beside)
+        monkeypatch.setattr(launches, "leaves_room", lambda call: beside)
         tape.forget_tapes()
 
-    return set_choice
+    monkeypatch.setattr(launches, "start", spy)
+    yield set_choice
+    check()
 
 
 def results(row, inputs, **options):
@@ -64,9 +87,12 @@ def test_beside_the_walk_the_bits_are_those_of_launches_one_after_the_other(row,
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 @pytest.mark.parametrize("unit", [False, True], ids=["given", "normalised"])
-def test_packed_sequences_and_norms(row, unit, choose):
+@pytest.mark.parametrize("wild", [False, True], ids=["tame", "wild"])
+def test_packed_sequences_and_norms(row, unit, wild, choose):
     shape = Shape(1, sum(TEXTS), 2, 4, 128, 128)
     inputs = convert(draw(row, shape, texts=len(TEXTS)), torch.bfloat16)
+    if wild:
+        inputs["beta"][:, 100:] = 3.0
     assert_same_beside(choose, row, inputs, cu_seqlens=bounds(TEXTS).cuda(), normalize_qk=unit)
 
 

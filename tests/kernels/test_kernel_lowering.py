@@ -131,6 +131,32 @@ def test_launches_of_a_forward_are_linked_but_the_last_lets_nothing_begin(row, p
     assert not any(process.run(80, "rule", options).links)
 
 
+BESIDE = {"grouped": True, "32 heads": True, "short": False, "48 heads": False, "packed": False, "cut": False}
+
+
+@pytest.mark.parametrize("size", BESIDE)
+def test_where_scores_are_made_beside_a_walk(size, process):
+    """One sequence, long enough, with few heads, forwards and backwards; the gates clear the marks of both."""
+    options = dict(dtype="bfloat16", backward=True, packed=size == "packed", gates="given")
+    options["size"] = "grouped" if size == "packed" else size
+    found = process.run(90, "rule", options | {"row": "gated_delta"})
+    assert not found.failures
+    names = [name.split(".")[-1] for name in found.beside]
+    forward, backward = (["head_gates", "head_scores", walk] for walk in ("forward_state", "backward_state"))
+    slices = {"grouped": 1, "32 heads": 2}  # of the backward
+    assert names == (forward + backward * slices[size] if BESIDE[size] else [])
+    for row, dtype in (("kimi_delta", "bfloat16"), ("gated_linear", "bfloat16"), ("gated_delta", "float16")):
+        assert not process.run(90, "rule", options | {"row": row, "dtype": dtype}).beside
+
+
+@pytest.mark.parametrize("size", ["grouped", "32 heads", "two rows", "cut", "many heads"])
+def test_what_is_compiled_ahead_is_what_is_launched(size, process):
+    options = dict(row="gated_delta", dtype="bfloat16", backward=True, packed=False, gates="given", size=size)
+    found = process.run(90, "ahead", options)
+    assert not found.failures, "\n".join(found.failures)
+    assert len(found.launched) > 3
+
+
 def test_no_kernel_is_left_out(process):
     """Each kernel that lineate launches is lowered by one of the fast cases."""
     launched = set()

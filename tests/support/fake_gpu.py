@@ -32,10 +32,11 @@ class Lowered:
 
     function = packed_metadata = None
 
-    def __init__(self, gpus: "FakeGPUs", kernel: str, link: int) -> None:
+    def __init__(self, gpus: "FakeGPUs", kernel: str, link: int, beside: bool) -> None:
         self.gpus = gpus
         self.kernel = kernel
         self.link = link
+        self.beside = beside
         self.failure = ""
 
     def launch_metadata(self, *_: object) -> None:
@@ -44,6 +45,8 @@ class Lowered:
     def run(self, *_: object) -> None:
         self.gpus.launched.append(self.kernel)
         self.gpus.links.append(self.link)
+        if self.beside:
+            self.gpus.beside.append(self.kernel)
         if self.failure:
             self.gpus.failures.append(self.failure)
 
@@ -58,6 +61,8 @@ class FakeGPUs:
         self.launched: list[str] = []
         self.links: list[int] = []
         """LINK of each launch; 0 if its kernel has none."""
+        self.beside: list[str] = []
+        """The kernels that were launched with marks, by which scores are made beside a walk."""
         self.failures: list[str] = []
         """The compiler's messages about what was launched."""
         self.known: dict[object, Lowered] = {}
@@ -82,7 +87,8 @@ class FakeGPUs:
             variant = *variant, self.passes, target.arch, options["num_warps"], options["num_stages"]
         if variant not in self.known:
             constants = {src.fn.arg_names[path[0]]: x for path, x in src.constants.items()}
-            self.known[variant] = found = Lowered(self, kernel, constants.get("LINK", 0))
+            beside = "made" in src.fn.arg_names and constants.get("made", "given") is not None
+            self.known[variant] = found = Lowered(self, kernel, constants.get("LINK", 0), beside)
             try:
                 self._lower(src, target, options)
             except Exception as error:

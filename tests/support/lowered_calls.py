@@ -1,9 +1,11 @@
 """Calls whose kernels are lowered, on tensors without memory; each is named by strings and numbers (lowering.py)."""
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -29,6 +31,10 @@ SIZES = {
     "64": (1, 300, 2, 4, 64, 64),
     "60": (1, 300, 2, 2, 60, 60),
     "wide": (1, 300, 1, 1, 256, 256),
+    "32 heads": (1, 16387, 16, 32, 128, 128),
+    "48 heads": (1, 4096, 16, 48, 128, 128),
+    "short": (1, 3000, 16, 32, 128, 128),
+    "two rows": (2, 16384, 16, 32, 128, 128),
 }
 """b, t, h, hv, k, v."""
 OPS = {
@@ -40,6 +46,7 @@ OPS = {
     "kimi_delta": lineate.kimi_delta_attention,
 }
 
+compile_only = pipeline.compile_only
 pipeline.compile_only = lambda function: None  # what it would compile in other threads is launched right after it
 
 
@@ -90,6 +97,26 @@ def rule(row: str, dtype: str, backward: bool, packed: bool, gates: str, size: s
         options |= {"form": "chunkwise", "normalize_qk": gates == "normed"}
     outputs = (lineate.fused_delta_rule if raw else OPS[row])(**inputs, **options, backend="triton")
     differentiated(outputs, backward, leaves)
+
+
+def ahead(**options: Any) -> None:
+    """Run a rule whose kernels are compiled before it, and refuse those that are not."""
+    kernels = triton.runtime.driver.active.known
+    early: set[object] = set()
+
+    def compile_first(function: Callable[[], None]) -> None:
+        compile_only(function)
+        early.update(kernels)
+
+    kernels.clear()
+    for kernel in gc.get_objects():
+        if isinstance(kernel, triton.JITFunction):
+            kernel.device_caches.clear()
+    pipeline.COMPILED.clear()
+    with mock.patch.object(pipeline, "compile_only", compile_first):
+        rule(**options)
+    late = [variant for variant in kernels if variant not in early]
+    assert early and not late, f"compiled when they were launched: {late}"
 
 
 def decode(row: str, dtype: str, state: str, gates: str, slots: str, t: int = 1, size: str = "grouped") -> None:
@@ -259,4 +286,4 @@ def broken() -> None:
     launching.start(move_pointer, (1,))(None, GIVEN=False)
 
 
-CALLS = {f.__name__: f for f in (rule, decode, layer, step, small, memory, broken)}
+CALLS = {f.__name__: f for f in (rule, ahead, decode, layer, step, small, memory, broken)}

@@ -22,6 +22,8 @@ class Launched(NamedTuple):
     """The compiler's messages."""
     links: list[int]
     """LINK of each launch."""
+    beside: list[str]
+    """The kernels with marks, by which scores are made beside a walk."""
 
 
 class Lowering:
@@ -45,15 +47,15 @@ class Lowering:
         before = self.errors.seek(0, os.SEEK_END)
         print(json.dumps([capability, call, options, passes]), file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
-        found = json.loads(answer) if answer else ([], ["the compiler has ended the process"], [])
-        launched, failures, links = found
+        found = json.loads(answer) if answer else ([], ["the compiler has ended the process"], [], [])
+        launched, failures, links, beside = found
         if failures:
             self.errors.seek(before)
             failures.append(self.errors.read().decode(errors="replace")[-4000:])
         if not answer:
             self.process.communicate()
             self.process = self._start()
-        return Launched(launched, failures, links)
+        return Launched(launched, failures, links, beside)
 
 
 @contextmanager
@@ -79,9 +81,9 @@ def serve() -> None:
     for line in sys.stdin:
         capability, call, options, gpus.passes = json.loads(line)
         gpus.current = fake_gpu.CAPABILITIES.index(capability)
-        gpus.launched, gpus.failures, gpus.links = [], [], []
+        gpus.launched, gpus.failures, gpus.links, gpus.beside = [], [], [], []
         try:
             CALLS[call](**options)
         except Exception:
             gpus.failures.append(traceback.format_exc())
-        print(json.dumps([gpus.launched, gpus.failures, gpus.links]), file=answers, flush=True)
+        print(json.dumps([gpus.launched, gpus.failures, gpus.links, gpus.beside]), file=answers, flush=True)

@@ -172,7 +172,7 @@ def _mend(
     """Do what portable/scores.py's invert_wild does for a program of head_scores, with the bits of whole_walk.
 
     k, T: no descriptors. rooms: buffers for a tile of k, of P, of T, and the inverse's. wanted: items, or 0 if none of
-    the program's has wild rows. made: as for head_scores; these rows' chunks are marked here.
+    the program's has wild rows. made: as for head_scores; chunks with wild rows are marked here.
     """
     tile, room_P, room_T, both, swap = rooms
     flat = room_P._reinterpret(gl.float32, [FACTORS * 64], PLAIN)
@@ -220,6 +220,6 @@ def _mend(
                 j = gl.arange(0, 64, ROW)[:, None]
                 to = T + at * 4096 + j * 64 + gl.arange(0, 64, COLUMN)[None, :]
                 gl.store(to, again.to(gl.bfloat16), mask=j >= till)
-                if made is not None:
-                    barrier()
-                    _mark(made + at, till < 64)
+            if made is not None:  # (of all chunks, so that the walk can rely on it)
+                barrier()
+                _mark(made + at, n >= 0)

@@ -29,8 +29,11 @@ def takes_beside(q: Tensor) -> bool:
 
 
 def leaves_room(call: Call) -> bool:
-    """Whether a walk that is not cut leaves enough multiprocessors idle for head_scores to work beside it."""
-    return _idle(call) >= LEAST_IDLE * multiprocessors(call.q.device)
+    """Whether the walk over one sequence, unless it is cut, leaves room for head_scores, and is long enough.
+
+    (Those of several sequences would all begin at once, but the scores of the last sequence are made last.)
+    """
+    return call.lone_chunks >= LEAST_CHUNKS and _idle(call) >= LEAST_IDLE * multiprocessors(call.q.device)
 
 
 def _idle(call: Call) -> int:

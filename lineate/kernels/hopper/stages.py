@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lineate.call import Inputs, Options
-from lineate.kernels.call import CHUNK, Call
+from lineate.kernels.call import Call
 from lineate.kernels.hopper import launch_gradients, launch_scores, launch_walks
 from lineate.kernels.launching import multiprocessors
 from lineate.kernels.portable import launch_gradients as portable_gradients
@@ -31,13 +31,9 @@ class HopperStages(PortableStages):
     @staticmethod
     def makes_beside(inputs: Inputs, options: Options) -> bool:
         """Whether scores are made beside a walk that leaves room for it: for rules that correct, decay per head."""
-        q, decay = inputs.q, inputs.log_decay
-        return options.corrects and (decay is None or decay.dim() == 3) and launch_scores.takes_beside(q)
-
-    @property
-    def fewest_chunks(self) -> int:
-        """The fewest chunks with which a call selects the same kernels, cut or not."""
-        return launch_scores.LEAST_CHUNKS if launch_scores.leaves_room(self.call) else 1
+        decay = inputs.log_decay
+        fits = options.corrects and (decay is None or decay.dim() == 3) and inputs.v.shape[3] % 64 == 0
+        return fits and launch_scores.takes_beside(inputs.q)
 
     def choose_products(self) -> tuple[str, ...]:
         """Return products; with decay per channel a second launch makes the rows that are wild in channel.py."""
@@ -46,7 +42,8 @@ class HopperStages(PortableStages):
     def variant(self) -> tuple[object, ...]:
         """Return what else selects the compiled kernels, including the value columns of the walks' programs."""
         blocks = launch_walks.forward_block(self.call), launch_walks.forward_block(self.call, map_only=True)
-        return self.products, *blocks, launch_walks.backward_block(self.call), self.works_beside
+        room = launch_scores.leaves_room(self.call)  # (whether it is cut, forward or backward, is known besides)
+        return self.products, *blocks, launch_walks.backward_block(self.call), room
 
     def made_in_walk(self, keep: bool) -> InWalk:
         """Return what the forward walk makes itself, with the same bits: what is faster so, as measured."""
@@ -73,8 +70,7 @@ class HopperStages(PortableStages):
         """Whether scores and inverse are made while the walk runs."""
         call = self.call
         fits = self.takes_call and call.corrects and not call.channel and launch_scores.takes_beside(call.q)
-        enough = call.sizes[0] >= CHUNK * launch_scores.LEAST_CHUNKS
-        return fits and enough and not call.sequences.cuts and launch_scores.leaves_room(call)
+        return fits and not call.sequences.cuts and launch_scores.leaves_room(call)
 
     def make_channel_room(self, for_backward: bool) -> Prepared:
         """Return the buffers that fill_channel_scores fills; for the backward, also norms."""

@@ -120,6 +120,7 @@ def _copy_tiles(
     of the next; its results lie in shared memory. free[m]: those have left. made: as for the forward walk.
     """
     AHEAD: gl.constexpr = STAGES if STAGES > EARLY else EARLY + 1  # chunks whose T, or P, is fetched
+    gl.static_assert(OTHERS <= AHEAD)
     for s in gl.static_range(AHEAD):
         _await_mark(made, at - s * HV, s < count)
     for s in gl.static_range(EARLY):
@@ -195,10 +196,10 @@ def _walk(
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     i = gl.arange(0, BV, gl.SliceLayout(1, acc))[:, None]
     j = gl.arange(0, 64, gl.SliceLayout(0, acc))[None, :]
-    dS0 = gl.load(start + i + j * V)
+    dS0 = gl.load(start + i + j * V, cache_modifier=".cg")  # (as _fresh does: nothing may have been waited for)
     dS1 = dS0
     if H == 2:
-        dS1 = gl.load(start + i + (j + 64) * V)
+        dS1 = gl.load(start + i + (j + 64) * V, cache_modifier=".cg")
     none = gl.zeros([BV, 64], gl.float32, acc)
     held0 = gl.convert_layout(dS0.to(dtype), left)
     held1 = gl.convert_layout(dS1.to(dtype), left)

@@ -53,11 +53,6 @@ class PortableStages:
         """Whether scores are made beside a walk: never."""
         return False
 
-    @property
-    def fewest_chunks(self) -> int:
-        """The fewest chunks with which a call selects the same kernels: one."""
-        return 1
-
     def variant(self) -> tuple[object, ...]:
         """Return what else, besides the shapes and dtypes of a call, selects its compiled kernels."""
         return (self.products,)
