@@ -6,8 +6,11 @@ Each case is compared with the float64 oracle on the same values, with all gradi
 import importlib
 from collections.abc import Callable
 
+import lact_cases
 import pytest
+import titans_cases
 import torch
+import ttt_cases
 from cases import (
     GATED_DELTA,
     GATED_LINEAR_CHANNEL,
@@ -303,17 +306,15 @@ def test_kernels_of_memories_take_virtual_tensors(memory, name, monkeypatch):
     for module in (lact_scan, titans_rule, ttt_rule):
         monkeypatch.setattr(module, "on_gpu", lambda x: x.dtype == torch.float32)
     if memory.startswith("ttt"):
-        tests = importlib.import_module("test_memory_ttt")
-        named = {name: x.float() for name, x in tests.draw(memory[4:], 2, 9, rows=2).items()}
+        named = {name: x.float() for name, x in ttt_cases.draw(memory[4:], 2, 9, rows=2).items()}
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-            y, end = tests.dual(dict(zip(named, tensors, strict=True)))
+            y, end = ttt_cases.dual(dict(zip(named, tensors, strict=True)))
             return y, *floats(end)
 
         tensors = list(named.values())
     elif memory == "titans":
-        tests = importlib.import_module("test_kernel_titans")
-        inputs, state = tests.draw(tests.Case((5, 7, 6)))
+        inputs, state = titans_cases.draw(titans_cases.Case((5, 7, 6)))
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
             own = dict(zip([name for name in sorted(state) if name != "position"], tensors[6:], strict=True))
@@ -322,8 +323,7 @@ def test_kernels_of_memories_take_virtual_tensors(memory, name, monkeypatch):
 
         tensors = [*inputs.values(), *floats(state)]
     else:
-        tests = importlib.import_module("test_memory_lact")
-        inputs, state = tests.make(dtype=torch.float32)
+        inputs, state = lact_cases.make(dtype=torch.float32)
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
             own = dict(zip([name for name in sorted(state) if name != "position"], tensors[5:], strict=True))
