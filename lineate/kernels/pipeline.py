@@ -112,8 +112,11 @@ def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:
 
     def some(cutting: Cutting) -> Call:
         """Return the call on a few tokens, which select the same kernels if they are enough to be cut as well."""
+        b, t = call.q.shape[:2]
         tokens = CHUNK * (cutting.shortest if _is_cut(call, cutting) else 1)
-        return call.part(slice(0, call.q.shape[0]), slice(0, min(tokens, call.q.shape[1])), cutting)
+        part = call.part(slice(0, b), slice(0, min(tokens, t)), cutting)
+        likely = call.part(slice(0, b), slice(0, t), cutting).sequences.likely_cuts  # by which columns are chosen
+        return part._replace(sequences=part.sequences._replace(likely_cuts=likely))
 
     def both() -> None:
         part = some(call.sequences.cutting)

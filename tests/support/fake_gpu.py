@@ -5,6 +5,7 @@ say that they are on a GPU (to all but torch itself), have no memory and cost no
 looks for a compiled kernel as on a GPU; a kernel that is not there yet goes through the first stages of the compiler.
 """
 
+import gc
 import sys
 from contextlib import nullcontext
 from functools import wraps
@@ -56,6 +57,8 @@ class FakeGPUs:
 
     def __init__(self) -> None:
         self.current = 0
+        self.lowers = True
+        """Whether kernels are lowered; otherwise only what is launched counts."""
         self.passes = False
         """Whether Triton's own passes run as well, up to the IR with layouts."""
         self.launched: list[str] = []
@@ -66,6 +69,8 @@ class FakeGPUs:
         self.failures: list[str] = []
         """The compiler's messages about what was launched."""
         self.known: dict[object, Lowered] = {}
+        self.compiled: list[str] = []
+        """The kernels that were looked for and not there yet."""
 
     def get_current_device(self) -> int:
         return self.current
@@ -82,19 +87,29 @@ class FakeGPUs:
         A variant is lowered once: how addresses are aligned does not matter, nor does the GPU to Triton's front end.
         """
         kernel = f"{src.fn.fn.__module__}.{src.name}"
+        constants = {src.fn.arg_names[path[0]]: x for path, x in src.constants.items()}
+        beside = "made" in src.fn.arg_names and constants.get("made", "given") is not None
+        found = Lowered(self, kernel, constants.get("LINK", 0), beside)
+        self.compiled.append(kernel)
+        if not self.lowers:
+            return found
         variant: tuple[object, ...] = kernel, str(src.signature), str(sorted(src.constants.items()))
         if self.passes or src.fn.is_gluon():
             variant = *variant, self.passes, target.arch, options["num_warps"], options["num_stages"]
         if variant not in self.known:
-            constants = {src.fn.arg_names[path[0]]: x for path, x in src.constants.items()}
-            beside = "made" in src.fn.arg_names and constants.get("made", "given") is not None
-            self.known[variant] = found = Lowered(self, kernel, constants.get("LINK", 0), beside)
+            self.known[variant] = found
             try:
                 self._lower(src, target, options)
             except Exception as error:
                 given = {name: kind for name, kind in src.signature.items() if kind != "constexpr"}
                 found.failure = f"{kernel} on sm_{target.arch}, {given}, {constants}:\n{_messages(error)}"
         return self.known[variant]
+
+    def forget(self) -> None:
+        """Let Triton look for every kernel again."""
+        for x in gc.get_objects():
+            if issubclass(type(x), triton.JITFunction):  # (isinstance would ask objects that warn)
+                x.device_caches.clear()
 
     def _lower(self, src: Any, target: GPUTarget, options: dict[str, Any]) -> None:
         backend = triton.compiler.make_backend(target)

@@ -1,6 +1,5 @@
 """Calls whose kernels are lowered, on tensors without memory; each is named by strings and numbers (lowering.py)."""
 
-import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
@@ -101,21 +100,20 @@ def rule(row: str, dtype: str, backward: bool, packed: bool, gates: str, size: s
 
 def ahead(**options: Any) -> None:
     """Run a rule whose kernels are compiled before it, and refuse those that are not."""
-    kernels = triton.runtime.driver.active.known
-    early: set[object] = set()
+    gpus = triton.runtime.driver.active
+    early = 0
 
     def compile_first(function: Callable[[], None]) -> None:
+        nonlocal early
         compile_only(function)
-        early.update(kernels)
+        early = len(gpus.compiled)
 
-    kernels.clear()
-    for kernel in gc.get_objects():
-        if isinstance(kernel, triton.JITFunction):
-            kernel.device_caches.clear()
+    gpus.forget()
+    gpus.compiled.clear()
     pipeline.COMPILED.clear()
     with mock.patch.object(pipeline, "compile_only", compile_first):
         rule(**options)
-    late = [variant for variant in kernels if variant not in early]
+    late = gpus.compiled[early:]
     assert early and not late, f"compiled when they were launched: {late}"
 
 

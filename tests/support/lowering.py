@@ -41,11 +41,21 @@ class Lowering:
             [sys.executable, "-c", WAIT], stdin=pipe, stdout=pipe, stderr=self.errors, text=True, env=environment
         )
 
-    def run(self, capability: int, call: str, options: dict[str, Any], passes: bool = False) -> Launched:
-        """Make a call of lowered_calls.py on a GPU of this capability. passes: whether Triton's passes run, too."""
+    def run(
+        self, capability: int, call: str, options: dict[str, Any], passes: bool = False, lowers: bool = True
+    ) -> Launched:
+        """Make a call of lowered_calls.py on a GPU of this capability.
+
+        Args:
+            capability: 90 or 80.
+            call: Its name.
+            options: Its arguments.
+            passes: Whether Triton's passes run, too.
+            lowers: Whether kernels are lowered at all.
+        """
         assert self.process.stdin and self.process.stdout
         before = self.errors.seek(0, os.SEEK_END)
-        print(json.dumps([capability, call, options, passes]), file=self.process.stdin, flush=True)
+        print(json.dumps([capability, call, options, passes, lowers]), file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         found = json.loads(answer) if answer else ([], ["the compiler has ended the process"], [], [])
         launched, failures, links, beside = found
@@ -79,7 +89,10 @@ def serve() -> None:
     from lowered_calls import CALLS
 
     for line in sys.stdin:
-        capability, call, options, gpus.passes = json.loads(line)
+        capability, call, options, gpus.passes, lowers = json.loads(line)
+        if lowers != gpus.lowers:
+            gpus.lowers = lowers
+            gpus.forget()
         gpus.current = fake_gpu.CAPABILITIES.index(capability)
         gpus.launched, gpus.failures, gpus.links, gpus.beside = [], [], [], []
         try:

@@ -302,7 +302,8 @@ def head_scores(
     items: slots H. used: the number of slots that have a chunk, if only these are wanted.
     wild `slot hv`, unless K is 128: the first wild row, or 64; another launch makes those rows.
     made `slot hv`: 0, gets a 1 for each chunk and head that is written, if the walk runs beside this launch; then K is
-    128, and the rule corrects. UP: the first chunks are made first, otherwise the last ones.
+    128, and the rule corrects. UP: the first chunks are made first, otherwise the last ones, so that a forward walk
+    that follows finds the first ones in the cache.
     """
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     W: gl.constexpr = 1 if made is None else WORKERS
