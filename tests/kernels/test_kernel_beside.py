@@ -31,14 +31,14 @@ def choose(monkeypatch):
         pytest.skip("the kernels are for compute capability 9.0")
     launches = pytest.importorskip("lineate.kernels.hopper.launch_scores")
     tape = pytest.importorskip("lineate.kernels.tape")
-    made = inspect.signature(launches.head_scores.fn).parameters
+    names = inspect.signature(launches.head_scores.fn).parameters
     start, seen, chosen = launches.start, [], []
 
     def spy(kernel, grid):
         launch = start(kernel, grid)
 
         def go(*given, **options):
-            seen.append(dict(zip(made, given, strict=False))["made"] is not None)
+            seen.append(dict(zip(names, given, strict=False))["made"] is not None)
             return launch(*given, **options)
 
         return go if kernel is launches.head_scores else launch

@@ -172,7 +172,7 @@ def _mend(
     """Do what portable/scores.py's invert_wild does for a program of head_scores, with the bits of whole_walk.
 
     k, T: no descriptors. rooms: buffers for a tile of k, of P, of T, and the inverse's. wanted: items, or 0 if none of
-    the program's has wild rows. made: as for head_scores; chunks with wild rows are marked here.
+    the program's has wild rows. made: as for head_scores; chunks that are looked at here are marked.
     """
     tile, room_P, room_T, both, swap = rooms
     flat = room_P._reinterpret(gl.float32, [FACTORS * 64], PLAIN)

@@ -23,9 +23,9 @@ LEAST_IDLE = 3 / 8  # of the multiprocessors
 LEAST_CHUNKS = 48
 
 
-def takes_beside(q: Tensor) -> bool:
-    """Whether head_scores can work beside a walk, with these inputs."""
-    return q.dtype == torch.bfloat16 and q.shape[3] == 128
+def takes_beside(q: Tensor, v: Tensor, corrects: bool, channel: bool) -> bool:
+    """Whether head_scores can work beside a walk: for rules that correct, with decay per head or none."""
+    return corrects and not channel and q.dtype == torch.bfloat16 and q.shape[3] == 128 and v.shape[3] % 64 == 0
 
 
 def leaves_room(call: Call) -> bool:

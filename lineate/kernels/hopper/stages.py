@@ -30,10 +30,11 @@ class HopperStages(PortableStages):
 
     @staticmethod
     def makes_beside(inputs: Inputs, options: Options) -> bool:
-        """Whether scores are made beside a walk that leaves room for it: for rules that correct, decay per head."""
+        """Whether scores are made beside a walk that leaves room for it."""
         decay = inputs.log_decay
-        fits = options.corrects and (decay is None or decay.dim() == 3) and inputs.v.shape[3] % 64 == 0
-        return fits and launch_scores.takes_beside(inputs.q)
+        return launch_scores.takes_beside(
+            inputs.q, inputs.v, options.corrects, channel=decay is not None and decay.dim() == 4
+        )
 
     def choose_products(self) -> tuple[str, ...]:
         """Return products; with decay per channel a second launch makes the rows that are wild in channel.py."""
@@ -42,8 +43,7 @@ class HopperStages(PortableStages):
     def variant(self) -> tuple[object, ...]:
         """Return what else selects the compiled kernels, including the value columns of the walks' programs."""
         blocks = launch_walks.forward_block(self.call), launch_walks.forward_block(self.call, map_only=True)
-        room = launch_scores.leaves_room(self.call)  # (whether it is cut, forward or backward, is known besides)
-        return self.products, *blocks, launch_walks.backward_block(self.call), room
+        return self.products, *blocks, launch_walks.backward_block(self.call), self.may_work_beside
 
     def made_in_walk(self, keep: bool) -> InWalk:
         """Return what the forward walk makes itself, with the same bits: what is faster so, as measured."""
@@ -58,19 +58,19 @@ class HopperStages(PortableStages):
         fits = not call.normalize_qk and K == 128 and V % 128 == 0 and programs >= multiprocessors(call.q.device)
         return InWalk.SCORES if fits else InWalk.NOTHING
 
-    def make_head_room(self, in_walk: InWalk, for_backward: bool) -> Prepared:
+    def make_head_room(self, in_walk: InWalk) -> Prepared:
         """Return the buffers that fill_head_scores fills; marks too, if it works beside the walk."""
-        ready = super().make_head_room(in_walk, for_backward)
-        if ready.T is None or not self.works_beside:
+        ready = super().make_head_room(in_walk)
+        if ready.T is None or self.call.sequences.cuts or not self.may_work_beside:
             return ready
         return ready._replace(made=ready.factors.new_empty(ready.factors.shape[:2], dtype=torch.int32))
 
     @property
-    def works_beside(self) -> bool:
-        """Whether scores and inverse are made while the walk runs."""
+    def may_work_beside(self) -> bool:
+        """Whether scores and inverse are made while a walk runs, unless it is cut."""
         call = self.call
-        fits = self.takes_call and call.corrects and not call.channel and launch_scores.takes_beside(call.q)
-        return fits and not call.sequences.cuts and launch_scores.leaves_room(call)
+        fits = launch_scores.takes_beside(call.q, call.v, call.corrects, call.channel)
+        return self.takes_call and fits and launch_scores.leaves_room(call)
 
     def make_channel_room(self, for_backward: bool) -> Prepared:
         """Return the buffers that fill_channel_scores fills; for the backward, also norms."""

@@ -38,6 +38,7 @@ from lineate.kernels.hopper.parts import (
     _expect,
     _factor,
     _fetch,
+    _fresh,
     _half,
     _link,
     _rates,
@@ -203,10 +204,10 @@ def _walk(
         if H == 2:
             S1 = gl.where(i + (first - V) == j + 64, 1.0, gl.load(start + i + (j + 64) * V, mask=given, other=0.0))
     else:
-        S0 = gl.load(start + i + j * V, cache_modifier=".cg")  # (as _fresh does: nothing may have been waited for)
+        S0 = _fresh(start + i + j * V, True)  # (with `made`, nothing has been waited for)
         S1 = S0
         if H == 2:
-            S1 = gl.load(start + i + (j + 64) * V, cache_modifier=".cg")
+            S1 = _fresh(start + i + (j + 64) * V, True)
     O = none.to(dtype)
     held0 = gl.convert_layout(S0.to(dtype), left)
     held1 = gl.convert_layout(S1.to(dtype), left)

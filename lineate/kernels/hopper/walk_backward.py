@@ -33,6 +33,7 @@ from lineate.kernels.hopper.parts import (
     _expect,
     _factor,
     _fetch,
+    _fresh,
     _half,
     _link,
     _ring,
@@ -196,10 +197,10 @@ def _walk(
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     i = gl.arange(0, BV, gl.SliceLayout(1, acc))[:, None]
     j = gl.arange(0, 64, gl.SliceLayout(0, acc))[None, :]
-    dS0 = gl.load(start + i + j * V, cache_modifier=".cg")  # (as _fresh does: nothing may have been waited for)
+    dS0 = _fresh(start + i + j * V, True)  # (with `made`, nothing has been waited for)
     dS1 = dS0
     if H == 2:
-        dS1 = gl.load(start + i + (j + 64) * V, cache_modifier=".cg")
+        dS1 = _fresh(start + i + (j + 64) * V, True)
     none = gl.zeros([BV, 64], gl.float32, acc)
     held0 = gl.convert_layout(dS0.to(dtype), left)
     held1 = gl.convert_layout(dS1.to(dtype), left)

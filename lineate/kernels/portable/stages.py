@@ -68,7 +68,7 @@ class PortableStages:
             ready = self.make_channel_room(for_backward)
             self.fill_channel_scores(ready)
             return ready
-        ready = self.make_head_room(in_walk, for_backward)
+        ready = self.make_head_room(in_walk)
         launch_scores.fill_factors(call, ready)
         if ready.P is not None or ready.T is not None:
             self.fill_head_scores(ready, for_backward)
@@ -81,7 +81,7 @@ class PortableStages:
         """Whether the first wild row of every chunk is computed, which products in float16 need."""
         return self.products[0] == "fp16"
 
-    def make_head_room(self, in_walk: InWalk, for_backward: bool) -> Prepared:
+    def make_head_room(self, in_walk: InWalk) -> Prepared:
         """Return the buffers that fill_head_scores fills, and those of the factors."""
         return launch_scores.make_head_room(self.call, self.looks_for_wild, in_walk)
 
