@@ -1,5 +1,6 @@
 """The state cache: what is found, to the last bit, for the states of every mixer; budgets; what goes first."""
 
+import gc
 import sys
 from dataclasses import replace
 
@@ -179,7 +180,7 @@ def test_a_state_belongs_to_who_found_it():
 
 
 def lines_of(call) -> int:
-    """Return how many lines of Python a call executes."""
+    """Return how many lines of Python a call executes, without finalisers of what other tests left behind."""
     lines = 0
 
     def trace(frame, event, argument):
@@ -187,12 +188,15 @@ def lines_of(call) -> int:
         lines += event == "line"
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return lines
 
 
