@@ -195,6 +195,11 @@ def _item(weight: Tensor, index: Any) -> Any:
     return SmallWeight(weight.codes[index], scales, tuple(weight.shape[1:]), weight.dtype)
 
 
+def _detach(weight: SmallWeight) -> SmallWeight:
+    """Return the same weight; through dispatch, torch would import 500 modules for its distributed tensors."""
+    return weight.with_parts(Tensor.detach)
+
+
 def _share(weight: SmallWeight) -> SmallWeight:
     """Move the numbers into memory that other processes see; the weight itself has none."""
     for part in (weight.codes, weight.scales):
@@ -226,6 +231,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     F.embedding: _embedding,
     Tensor.__getitem__: _item,
+    Tensor.detach: _detach,
     Tensor.share_memory_: _share,
     Tensor.is_shared: lambda weight: weight.codes.is_shared(),
 }

@@ -4,6 +4,7 @@ import copy
 from dataclasses import replace
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from families import FAMILIES, build
@@ -107,6 +108,25 @@ def test_greedy_tokens_of_the_engine_are_those_of_generate(form):
     while engine.step():
         pass
     assert [list(handle.result(0)[0].tokens) for handle in handles] == alone
+
+
+LIGHT = """
+import sys, torch
+from lineate.generation import generate
+from lineate.models import HybridLM
+for form in FORMS:
+    model = HybridLM.from_pretrained(FOLDER, weights=form, progress=False)
+    list(generate(model, torch.tensor([[1, 2, 3]]), 3, temperature=0, stop=()))
+print([x for x in ("sympy", "torch._dynamo", "torch.distributed.tensor") if x in sys.modules])
+"""
+
+
+def test_loading_and_generating_import_nothing_large(tmp_path):
+    """torch imports 500 modules, 40 MB, when a tensor class like ours is first dispatched; loading must not need it."""
+    realistic(sizes("GA", experts=EXPERTS)).save_pretrained(tmp_path)
+    done = fresh.run(f"FORMS, FOLDER = {ALL!r}, {str(tmp_path)!r}" + LIGHT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["[]"]
 
 
 def test_identity_tells_formats_apart():
