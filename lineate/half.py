@@ -6,8 +6,8 @@ On such a CPU, torch's own products in bfloat16 take up to hundreds of times as 
 of their rows are widened one after another, so that a model's memory does not double. Under autocast the operands are
 not rounded first; the result has autocast's dtype.
 
-A few rows of float32, as decoding has them, are multiplied by our C code. torch needs twice the time for four to
-sixteen rows, and its bits depend on their number; ours do not.
+A few rows of float32, as decoding has them, are multiplied by our C code. torch needs up to twice the time for four to
+sixteen rows, and on some processors more than we do for up to 64; its bits depend on their number, ours do not.
 
 Inside a compiler or a transform, plain torch functions run, without blocks. Tensor subclasses that define their own
 products, such as quantised weights, use those.

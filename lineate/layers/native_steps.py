@@ -25,6 +25,7 @@ from lineate.layers.linear import GatedDeltaNet, KimiDeltaAttention
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.layers.rope import frequencies
 from lineate.layers.state import CacheInPlace, LayerState, Memory, TokenCache
+from lineate.native import product as products
 from lineate.native import step as native
 from lineate.native.build import available
 from lineate.native.step import Linear, Norm, Part
@@ -34,8 +35,6 @@ from lineate.tracing import PLAIN_TENSORS, is_eager
 
 KEPT = (torch.float32, torch.bfloat16)
 """The dtypes of memories; a step rounds bfloat16 ones to the nearest."""
-MOST_ROWS = 16
-"""The most rows of a step; torch multiplies more rows faster."""
 
 
 class _Unfit(Exception):
@@ -85,7 +84,7 @@ def serves_ids(ids: Tensor) -> bool:
 
 
 def _serves(x: Tensor) -> bool:
-    if not x.is_cpu or x.shape[1] != 1 or not 0 < x.shape[0] <= MOST_ROWS:
+    if not x.is_cpu or x.shape[1] != 1 or not 0 < x.shape[0] <= products.MOST_ROWS:  # torch multiplies more rows faster
         return False
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _has_any_global_hook():
         return False

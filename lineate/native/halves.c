@@ -13,9 +13,10 @@
 
 #if defined(__ARM_NEON) && defined(__aarch64__) && defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
 enum { SPAN = 32, WEIGHTS = 2, ROWS = 4, UNIT = 64 };  // columns, tile, weights of a unit
+enum { MOST_ROWS = 16 };  // more rows are not rounded
 enum { AHEAD = 16384, AHEAD_ALONE = 1024 };            // bytes between what is fetched and what is multiplied
 
-int lineate_halves_serve(i64 size) { return size > 0 && size % SPAN == 0; }
+int lineate_halves_serve(i64 rows, i64 size) { return rows <= MOST_ROWS && size > 0 && size % SPAN == 0; }
 
 void lineate_halves_round(const Rounded *w, i64 row) {
     const i64 size = w->call.size;
@@ -106,7 +107,7 @@ void lineate_halves_unit(const Rounded *w, i64 unit) {
 }
 #else
 enum { UNIT = 64 };
-int lineate_halves_serve(i64 size) { return 0; }
+int lineate_halves_serve(i64 rows, i64 size) { return 0; }
 void lineate_halves_round(const Rounded *w, i64 row) {}
 void lineate_halves_unit(const Rounded *w, i64 unit) {}
 #endif

@@ -440,14 +440,14 @@ int lineate_glu_backward(const Glu *a) {
 
 // A tile is so many rows of the weight by so many of x: its sums stay in registers. On ARM processors a single row of x
 // takes fewer rows of the weight (ALONE, ALONE_HALVES of 16 bits), whose lines come from memory in better order; eight
-// rows widen each number once.
+// rows have code of their own (product_neon.h).
 #if defined(__ARM_NEON) && defined(__aarch64__)
 #include "product_neon.h"
-enum { TILE_WEIGHTS = 4, TILE_ROWS = 4, MANY_ROWS = SUM_ROWS, MANY_WEIGHTS = SUM_WEIGHTS, ALONE = 1, ALONE_HALVES = 2 };
+enum { TILE_WEIGHTS = 4, TILE_ROWS = 4, ALONE = 1, ALONE_HALVES = 2 };
 #elif defined(__AVX512F__)
-enum { TILE_WEIGHTS = 4, TILE_ROWS = 4, MANY_ROWS = 4, MANY_WEIGHTS = 4, ALONE = 4, ALONE_HALVES = 4 };
+enum { TILE_WEIGHTS = 4, TILE_ROWS = 4, ALONE = 4, ALONE_HALVES = 4 };
 #else
-enum { TILE_WEIGHTS = 4, TILE_ROWS = 2, MANY_ROWS = 2, MANY_WEIGHTS = 4, ALONE = 4, ALONE_HALVES = 4 };
+enum { TILE_WEIGHTS = 4, TILE_ROWS = 2, ALONE = 4, ALONE_HALVES = 4 };
 #endif
 #if defined(__AVX512F__)
 enum { WIDENS_FLOAT16 = 1 };
@@ -518,6 +518,10 @@ INLINE int is_known(Unknown unknown) { return 1; }
 
 // The sum of the lanes, pair by pair: four steps, each of which waits for the one before, instead of fifteen.
 INLINE float paired_total(vec x) {
+#if defined(__ARM_NEON) && defined(__aarch64__)
+    const float32x2_t pairs = vadd_f32(vget_low_f32((float32x4_t)x), vget_high_f32((float32x4_t)x));
+    return vpadds_f32(pairs);
+#else
     typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
     quad y = *(const quad *)&x;
     if (LANES == 16) {
@@ -527,9 +531,10 @@ INLINE float paired_total(vec x) {
         y += ((const quad *)&x)[1 % (LANES / 4)];
     }
     return (y[0] + y[2]) + (y[1] + y[3]);
+#endif
 }
 
-#define EACH_ROW _Pragma("GCC unroll 8") for (int i = 0; i < rows; i++)
+#define EACH_ROW _Pragma("GCC unroll 4") for (int i = 0; i < rows; i++)
 #define EACH_WEIGHT _Pragma("GCC unroll 4") for (int j = 0; j < weights; j++)
 // Fetches as many lines of the rows of the weight that come next: the same columns, or one line after the other, which an
 // ARM processor reads faster from memory. One row of x has them fetched into the nearest cache, so many bytes ahead.
@@ -557,18 +562,10 @@ INLINE int product_tile(const Product *a, i64 row, i64 first, int rows, int weig
     const float *x = a->x + row * a->size;
     const i64 at = first * a->weight_row;  // of the first weight
     const i64 whole = a->size / LANES * LANES, rest = a->size - whole;
-    vec sum[MANY_ROWS][TILE_WEIGHTS] = {0}, w[TILE_WEIGHTS];
+    vec sum[TILE_ROWS][TILE_WEIGHTS] = {0}, w[TILE_WEIGHTS];
     Unknown unknown = {0};
     const i64 bytes = kind == FLOAT32 ? 4 : 2;
     i64 c = 0;
-#if defined(__ARM_NEON) && defined(__aarch64__)
-    if (rows == SUM_ROWS && weights == SUM_WEIGHTS && kind != FLOAT32 && whole >= SUM_COLUMNS) {
-        float sums[SUM_ROWS][SUM_WEIGHTS][LANES];
-        c = whole / SUM_COLUMNS * SUM_COLUMNS;
-        sum_products(sums, a, x, at, whole / SUM_COLUMNS, kind);
-        EACH_ROW EACH_WEIGHT sum[i][j] = load(sums[i][j], LANES);
-    }
-#endif
     if (WIDENS_PAIRS) {
         const i64 chunk = rows == 1 ? 64 / bytes : 2 * LANES;
         for (; c + chunk <= whole; c += chunk) {
@@ -605,7 +602,7 @@ INLINE void product_alone(const Product *a, i64 row, i64 first, int weights, int
     product_tile(a, row, first, 1, weights, kind, 0);
 }
 
-// The same of float16 with x from lineate_product_scale: of eight numbers four are converted, and four become numbers
+// The same of float16 with x from lineate_product_arrange: of eight numbers four are converted, and four become numbers
 // 2^112 times too small with two integer operations, which keeps both units of a processor busy. The sums have the same
 // bits. It is wrong where one of the latter is infinite or NaN: returns whether all of them are below 2, which costs the
 // vector units nothing to find out.
@@ -624,7 +621,7 @@ INLINE int product_scaled(const Product *a, i64 first) {
     for (; c + CHUNK <= whole; c += CHUNK) {
         EACH_WEIGHT __builtin_prefetch((const char *)(weight + WEIGHTS * c) + j * 64 + AHEAD_HALVES, 0, 3);
         _Pragma("GCC unroll 4") for (i64 k = c; k < c + CHUNK; k += 2 * LANES) {
-            const vec low = load(a->scaled + k, LANES), high = load(a->scaled + k + LANES, LANES);
+            const vec low = load(a->arranged + k, LANES), high = load(a->arranged + k + LANES, LANES);
             EACH_WEIGHT {
                 const uint16_t *own = weight + j * a->weight_row + k;
                 const uint16x8_t y = vld1q_u16(own);
@@ -654,38 +651,90 @@ enum { SCALES_ROWS = 0, MOST_LARGE = 0 };
 INLINE int product_scaled(const Product *a, i64 first) { return 0; }
 #endif
 
-int lineate_product_scale(const Product *a, float *to) {
+// Eight rows of x, which lineate_product_arrange has laid out, times rows first .. last of the weight, three at a time;
+// returns the first row of the weight that is left. A block of columns of x stays in the nearest cache meanwhile.
+#if defined(__ARM_NEON) && defined(__aarch64__)
+enum { TAKES_MANY = 1, MANY_ROWS = SUM_ROWS, NEAR_COLUMNS = 1024 };  // columns of a block
+enum { MOST_WEIGHTS = 72 };                                          // of a unit whose rows have more columns
+INLINE i64 product_many(const Product *a, i64 row, i64 first, i64 last, int kind) {
+    const i64 columns = a->size / SUM_COLUMNS * SUM_COLUMNS, bytes = kind == FLOAT32 ? 4 : 2;
+    const char *weight = (const char *)a->weight;
+    float sums[MOST_WEIGHTS / SUM_WEIGHTS][SUM_ROWS][SUM_WEIGHTS][LANES];
+    const i64 end = first + (last - first) / SUM_WEIGHTS * SUM_WEIGHTS;
+    for (i64 c = 0; c < columns; c += NEAR_COLUMNS)
+        for (i64 j = first; j < end; j += SUM_WEIGHTS) {
+            float(*own)[SUM_WEIGHTS][LANES] = sums[columns > NEAR_COLUMNS ? (j - first) / SUM_WEIGHTS : 0];
+            if (!c) memset(own, 0, sizeof sums[0]);
+            sum_products(own, a->arranged + row * columns + c * SUM_ROWS, weight + (j * a->weight_row + c) * bytes,
+                         a->weight_row * bytes, least(NEAR_COLUMNS, columns - c), kind);
+            if (c + NEAR_COLUMNS < columns) continue;
+            for (i64 d = columns; d < a->size; d += LANES) {
+                const i64 n = least(a->size - d, LANES);
+                for (int i = 0; i < SUM_ROWS; i++)
+                    for (int k = 0; k < SUM_WEIGHTS; k++) {
+                        const vec w = widen(weight, (j + k) * a->weight_row + d, n, kind);
+                        store(own[i][k], load(own[i][k], LANES) + load(a->x + (row + i) * a->size + d, n) * w, LANES);
+                    }
+            }
+            _Pragma("GCC unroll 8") for (int i = 0; i < SUM_ROWS; i++)
+                _Pragma("GCC unroll 3") for (int k = 0; k < SUM_WEIGHTS; k++)
+                    a->y[(row + i) * a->out + j + k] = paired_total(load(own[i][k], LANES));
+        }
+    return end;
+}
+
+// LANES columns of one row after the other
+static void arrange_rows(const void *call, i64 group) {
+    const Product *a = call;
+    const i64 columns = a->size / SUM_COLUMNS * SUM_COLUMNS;
+    const float *from = a->x + group * SUM_ROWS * a->size;
+    float *to = a->arranged + group * SUM_ROWS * columns;
+    for (i64 c = 0; c < columns; c += LANES)
+        for (int i = 0; i < SUM_ROWS; i++, to += LANES) store(to, load(from + i * a->size + c, LANES), LANES);
+}
+#else
+enum { TAKES_MANY = 0, MANY_ROWS = 8 };
+INLINE i64 product_many(const Product *a, i64 row, i64 first, i64 last, int kind) { return first; }
+static void arrange_rows(const void *call, i64 group) {}
+#endif
+
+INLINE int takes_many(const Product *a) { return TAKES_MANY && a->rows >= MANY_ROWS && a->size >= 2 * LANES; }
+
+int lineate_product_arrange(const Product *a) {
+    if (takes_many(a)) {
+        lineate_spread(arrange_rows, a, a->rows / MANY_ROWS, a->rows * a->size, a->threads);
+        return 1;
+    }
     if (!SCALES_ROWS || a->kind != FLOAT16 || a->rows != 1) return 0;
     int fits = 1;
     for (i64 c = 0; c < a->size; c++) {
-        to[c] = c / LANES % 2 ? a->x[c] * 0x1p112f : a->x[c];
+        a->arranged[c] = c / LANES % 2 ? a->x[c] * 0x1p112f : a->x[c];
         fits &= a->x[c] < 0x1p15f && a->x[c] > -0x1p15f;
     }
     return fits;
 }
 
 INLINE i64 product_weights(const Product *a) {  // rows of the weight of a unit: whole tiles
-    return TILE_WEIGHTS * (1 + 65536 / (TILE_WEIGHTS * most(a->size, 1)));
+    const i64 tile = takes_many(a) ? 12 : TILE_WEIGHTS;
+    return tile * (1 + 65536 / (tile * most(a->size, 1)));
 }
 
-INLINE void product_unit(const Product *a, i64 unit, int kind) {
-    const i64 size = product_weights(a), end = least((unit + 1) * size, a->out);
+// Rows of x from `from` on, times all rows of the weight of a unit.
+INLINE void product_few(const Product *a, i64 from, i64 begin, i64 end, int kind) {
     i64 large = 0;
-    for (i64 first = unit * size; first < end; first += TILE_WEIGHTS) {
-        i64 row = 0;
+    for (i64 first = begin; first < end; first += TILE_WEIGHTS) {
+        i64 row = from;
         if (end - first >= TILE_WEIGHTS) {
-            for (; MANY_ROWS > TILE_ROWS && kind != FLOAT32 && row + MANY_ROWS <= a->rows; row += MANY_ROWS)
-                for (i64 j = 0; j < TILE_WEIGHTS; j += MANY_WEIGHTS)
-                    product_tile(a, row, first + j, MANY_ROWS, MANY_WEIGHTS, kind, 0);
             for (; row + TILE_ROWS <= a->rows; row += TILE_ROWS)
                 product_tile(a, row, first, TILE_ROWS, TILE_WEIGHTS, kind, 0);
             for (; row + 2 <= a->rows; row += 2) product_tile(a, row, first, 2, TILE_WEIGHTS, kind, 0);
-            for (i64 j = 0; SCALES_ROWS && kind == FLOAT16 && a->scaled && j < TILE_WEIGHTS; j += ALONE_HALVES) {
+            const int scaled = SCALES_ROWS && kind == FLOAT16 && a->rows == 1 && a->arranged;
+            for (i64 j = 0; scaled && j < TILE_WEIGHTS; j += ALONE_HALVES) {
                 if (large < MOST_LARGE && product_scaled(a, first + j)) continue;
                 product_alone(a, 0, first + j, ALONE_HALVES, kind);
                 large++;
             }
-            for (; row < a->rows && !(SCALES_ROWS && kind == FLOAT16 && a->scaled); row++)
+            for (; row < a->rows && !scaled; row++)
                 for (i64 j = 0; j < TILE_WEIGHTS; j += kind == FLOAT32 ? ALONE : ALONE_HALVES)
                     product_alone(a, row, first + j, kind == FLOAT32 ? ALONE : ALONE_HALVES, kind);
         } else {
@@ -693,6 +742,18 @@ INLINE void product_unit(const Product *a, i64 unit, int kind) {
                 for (i64 j = first; j < end; j++) product_alone(a, row, j, 1, kind);
         }
     }
+}
+
+INLINE void product_unit(const Product *a, i64 unit, int kind) {
+    const i64 size = product_weights(a), begin = unit * size, end = least(begin + size, a->out);
+    i64 row = 0;
+    if (takes_many(a) && a->arranged)
+        for (; row + MANY_ROWS <= a->rows; row += MANY_ROWS) {
+            const i64 left = product_many(a, row, begin, end, kind);
+            for (i64 j = left; j < end; j++)
+                for (i64 i = row; i < row + MANY_ROWS; i++) product_alone(a, i, j, 1, kind);
+        }
+    if (row < a->rows) product_few(a, row, begin, end, kind);
 }
 
 i64 lineate_product_units(const Product *a) { return blocks(a->out, product_weights(a)); }
@@ -716,7 +777,12 @@ void lineate_product_row(const Product *a, i64 row, float *to) {
 
 int lineate_product(const Product *a) {
     if (a->kind == FLOAT16 && !WIDENS_FLOAT16) return 1;
-    lineate_spread(lineate_product_unit, a, lineate_product_units(a), a->out * a->size, a->threads);
+    Product call = *a;
+    call.arranged = takes_many(a) ? aligned_alloc(64, blocks(a->rows * a->size * (i64)sizeof(float), 64) * 64) : NULL;
+    if (call.arranged) lineate_product_arrange(&call);
+    const i64 elements = a->out * a->size * most(a->rows / MANY_ROWS, 1);
+    lineate_spread(lineate_product_unit, &call, lineate_product_units(&call), elements, a->threads);
+    free(call.arranged);
     return 0;
 }
 

@@ -10,7 +10,7 @@ typedef struct {
     const void *weight;                      // out rows of size, dense, weight_row apart
     int64_t weight_row;
     float *y;  // rows out, dense: x weight^T
-    const float *scaled;  // x as lineate_product_scale makes it, or NULL
+    float *arranged;  // room for x as lineate_product_arrange lays it out, or NULL
 } Product;  // of lineate_combine, x is rows out, and y rows size: x weight
 
 typedef struct {  // a weight of 8 or 4 bits (small.c); planes = 0: of float8 (float8.c); bits = 16: of float16 (halves.c)
@@ -33,7 +33,7 @@ typedef struct {
 int64_t lineate_product_units(const Product *);
 void lineate_product_columns(const Product *, int64_t unit, int64_t *first, int64_t *last);
 void lineate_product_unit(const void *product, int64_t unit);
-int lineate_product_scale(const Product *, float *to);  // makes x for faster products, if there are some: then 1
+int lineate_product_arrange(const Product *);  // lays x out for faster products, if there are some: then 1
 void lineate_product_row(const Product *, int64_t row, float *to);  // the numbers of a row of the weight
 
 int64_t lineate_small_scratch(int64_t rows, int64_t size);  // bytes of the scratch of one x
@@ -45,7 +45,7 @@ void lineate_small_unit(const void *rounded, int64_t unit);
 void lineate_small_row(const Small *, int64_t row, float *to);  // the same of a weight of 8 or 4 bits
 void lineate_float8_tile(const Small *, int64_t tile);  // 16 columns of y
 
-int lineate_halves_serve(int64_t size);  // whether this processor multiplies rows of this size in float16
+int lineate_halves_serve(int64_t rows, int64_t size);  // whether so many of this size are multiplied in float16 here
 void lineate_halves_round(const Rounded *, int64_t row);
 int64_t lineate_halves_units(int64_t out);
 void lineate_halves_columns(int64_t out, int64_t unit, int64_t *first, int64_t *last);

@@ -316,7 +316,7 @@ Rounded lineate_small_place(const Small *a, void *scratch) {
 }
 
 int lineate_small(const Small *a) {
-    if (a->bits == 16 && !lineate_halves_serve(a->size)) return NOT_SERVED;
+    if (a->bits == 16 && !lineate_halves_serve(a->rows, a->size)) return NOT_SERVED;
     char *scratch = malloc(lineate_small_scratch(a->rows, a->size));
     if (!scratch) return NO_MEMORY;
     const Rounded w = lineate_small_place(a, scratch);

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from lineate.native.build import c_function, why_not
-from lineate.native.product import MOST_ROWS
 
 _SMALL = struct.Struct("10q")  # Small in small.c
 _ROWS = struct.Struct("7q")  # Rows in small.c
@@ -31,7 +30,7 @@ def half_product(x: Tensor, weight: Tensor) -> Tensor | None:
 
     x `n k`, which is rounded to float16 with a scale for each row; weight `m k` float16. Neither may be virtual.
     """
-    if x.shape[0] > MOST_ROWS or x.shape[1] != weight.shape[1] or not x.is_cpu or not weight.is_contiguous():
+    if x.shape[1] != weight.shape[1] or not x.is_cpu or not weight.is_contiguous():
         return None
     if why_not() is not None:
         return None

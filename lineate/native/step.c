@@ -96,7 +96,7 @@ typedef struct {  // the input of a product, as a thread has it
 } Input;
 
 INLINE int is_coded(const Step *a, const Linear *w) {
-    return w->kind >= FLOAT8 || (a->rounded && w->kind == FLOAT16 && lineate_halves_serve(w->size));
+    return w->kind >= FLOAT8 || (a->rounded && w->kind == FLOAT16 && lineate_halves_serve(a->rows, w->size));
 }
 
 INLINE Product plain_of(const Step *a, const Linear *w, const float *x, float *y) {
@@ -165,13 +165,14 @@ static Input enter(const Team *team, const Part *part, const Linear *w, const fl
         else memcpy(to, from, w->size * sizeof(float));
     }
     Input input = {.plain = plain_of(&team->call, w, own, y)};
-    float *after = own + rows * team->widest;  // x scaled, or rounded
+    float *after = own + rows * team->widest;  // x arranged, or rounded
     if (is_coded(&team->call, w)) {
         const Small small = small_of(&team->call, w, own, y);
         input.rounded = lineate_small_place(&small, after);
         for (i64 row = 0; row < rows; row++) lineate_small_round(&input.rounded, row);
-    } else if (lineate_product_scale(&input.plain, after)) {
-        input.plain.scaled = after;
+    } else {
+        input.plain.arranged = after;
+        if (!lineate_product_arrange(&input.plain)) input.plain.arranged = NULL;
     }
     return input;
 }

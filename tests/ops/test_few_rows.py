@@ -1,6 +1,9 @@
 """Products of a few rows in float32, as decoding has them: values, bits, and where torch multiplies instead."""
 
+import ctypes
+import mmap
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,39 +19,42 @@ from lineate.native.build import available
 pytestmark = pytest.mark.skipif(not available(), reason="no C compiler")
 
 
-@pytest.mark.parametrize("out, size", [(1, 1), (3, 5), (4, 16), (7, 33), (130, 200), (1000, 1003)])
+@pytest.mark.parametrize("out, size", [(1, 1), (3, 5), (4, 16), (7, 33), (130, 200), (1000, 1003), (50, 2150)])
 @torch.no_grad()
 def test_values(out, size):
     weight, bias = torch.randn(out, size + 3)[:, 2:-1], torch.randn(out)
-    for rows in (1, 2, 3, 4, 5, 8, 15, 16):
+    for rows in (1, 2, 3, 4, 5, 8, 15, 16, 19, 64):
         x = torch.randn(2, rows, size)[1]
         exact = F.linear(x.double(), weight.double(), bias.double())
         scale = F.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
         assert (linear(x, weight, bias) - exact).abs().le(2e-7 * (2 + size**0.5) * scale).all()
 
 
+@pytest.mark.parametrize("out, size", [(777, 300), (97, 2150)])
 @torch.no_grad()
-def test_bits_do_not_depend_on_the_other_rows_or_on_threads():
-    x, weight, threads = torch.randn(16, 300), torch.randn(777, 300), torch.get_num_threads()
+def test_bits_do_not_depend_on_the_other_rows_or_on_threads(out, size):
+    most = native.MOST_ROWS
+    x, weight, threads = torch.randn(most, size), torch.randn(out, size), torch.get_num_threads()
     together = linear(x, weight)
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            for rows in (1, 2, 3, 5, 8, 11):
-                for first in (0, 16 - rows):
+            for rows in (1, 2, 3, 5, 8, 11, 16):
+                for first in (0, most - rows):
                     assert torch.equal(linear(x[first : first + rows], weight), together[first : first + rows])
     finally:
         torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("size", [8, 100, 300])
+@pytest.mark.parametrize("size", [8, 100, 300, 2150])
 @torch.no_grad()
 def test_bits_of_weights_of_16_bits_do_not_depend_on_the_other_rows(dtype, size):
-    x, weight = torch.randn(16, size), torch.randn(777, size).to(dtype)
+    most = native.MOST_ROWS
+    x, weight = torch.randn(most, size), torch.randn(777, size).to(dtype)
     together = native.product(x, weight)
-    for rows in (1, 2, 3, 5, 8, 11):
-        for first in (0, 16 - rows):
+    for rows in (1, 2, 3, 5, 8, 11, 16):
+        for first in (0, most - rows):
             assert torch.equal(native.product(x[first : first + rows], weight), together[first : first + rows])
 
 
@@ -65,6 +71,26 @@ def test_all_numbers_of_16_bits(dtype, rows):
         made = native.product(torch.ones(rows, 40), weight)
         assert torch.equal(made.isnan(), expected.isnan())
         assert torch.equal(made.nan_to_num(0), expected.nan_to_num(0))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="protects a page as Linux does")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [8, 24, 40, 1100])
+@torch.no_grad()
+def test_nothing_behind_the_weight_is_read(dtype, size):
+    """The weight ends where a page ends, and the next one must not be read."""
+    page, bytes_each = mmap.PAGESIZE, torch.empty(0, dtype=dtype).element_size()
+    for out in (1, 3, 7, 12):
+        pages = -(-out * size * bytes_each // page)
+        memory = mmap.mmap(-1, (pages + 1) * page)
+        start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        protect = ctypes.CDLL(None, use_errno=True).mprotect
+        assert not protect(ctypes.c_void_p(start + pages * page), ctypes.c_size_t(page), 0)
+        weight = torch.frombuffer(memory, dtype=dtype, count=pages * page // bytes_each)[-out * size :].view(out, size)
+        weight.copy_(torch.randn(out, size))
+        for rows in (1, 2, 4, 8, 16):
+            x = torch.randn(rows, size)
+            torch.testing.assert_close(native.product(x, weight), x @ weight.float().T, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -103,7 +129,11 @@ def test_where_torch_multiplies():
     assert project(layer, x).requires_grad
     with torch.no_grad():
         expected = F.linear(x, layer.weight, layer.bias)
-        assert not has_few_rows(torch.randn(17, 8)) and not has_few_rows(x.double()) and not has_few_rows(x[:0])
+        assert (
+            not has_few_rows(torch.randn(native.MOST_ROWS + 1, 8))
+            and not has_few_rows(x.double())
+            and not has_few_rows(x[:0])
+        )
         for run in (torch.func.vmap(lambda row: linear(row, layer.weight, layer.bias)), torch.jit.trace(layer, x)):
             torch.testing.assert_close(run(x), expected)
         with torch.autocast("cpu", torch.bfloat16):
