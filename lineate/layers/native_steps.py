@@ -410,6 +410,8 @@ def _weight(weight: Tensor, bias: Tensor | None, out: int, size: int) -> Linear:
                 raise _Unfit
             return native.coded_linear(codes, scales, (out, size), bias)
         weight = codes
+        if not products.widens(weight.dtype):
+            raise _Unfit
     elif type(weight) not in PLAIN_TENSORS or weight.dtype is not torch.float32:
         raise _Unfit
     if not weight.is_cpu or not weight.is_contiguous() or weight.shape != (out, size):

@@ -37,6 +37,11 @@ def product(x: Tensor, weight: Tensor) -> Tensor | None:
     return _run("product", x, weight, weight.shape[0]) if fits else None
 
 
+def widens(dtype: torch.dtype) -> bool:
+    """Whether the C code widens weights of this dtype; for float16 a processor needs instructions."""
+    return product(*(torch.ones(1, 1, dtype=each, device="cpu") for each in (torch.float32, dtype))) is not None
+
+
 def combine(x: Tensor, weight: Tensor) -> Tensor | None:
     """Return x weight in float32, x `n m`, weight `m k`; None where the C code cannot do it."""
     fits = x.shape[0] <= min(FEW_ROWS, MOST_ROWS) and x.shape[1] == weight.shape[0]

@@ -20,7 +20,9 @@ from lineate.models import HybridConfig, HybridLM
 from lineate.models.config import ExpertsConfig, FeedConfig
 from lineate.models.state import ModelState
 from lineate.models.stepping import step
+from lineate.native import product
 from lineate.native.build import why_not
+from lineate.native.product import MOST_ROWS
 from lineate.small import FORMATS, quantize
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason="no C compiler")
@@ -133,11 +135,12 @@ def test_small_weights(name: str, form: str) -> None:
     assert form in ("int8", "int4") or same_states(after, then)
 
 
-def test_a_row_has_the_same_bits_in_any_company_and_threads() -> None:
+@pytest.mark.parametrize("rows", [5, min(43, MOST_ROWS)])
+def test_a_row_has_the_same_bits_in_any_company_and_threads(rows: int) -> None:
     model = make("gated delta rule")
-    state, ids = read(model, 5), tokens(5, 12)
+    state, ids = read(model, rows), tokens(rows, 12)
     whole, _ = decode(model, state, ids)
-    for row in range(5):
+    for row in range(0, rows, 1 + rows // 8):
         alone, _ = decode(model, state.select(torch.tensor([row])), ids[row : row + 1])
         assert torch.equal(alone[0], whole[row])
     threads = torch.get_num_threads()
@@ -376,6 +379,19 @@ def test_the_forward_of_a_class_that_somebody_has_set(kind: type[nn.Module], mon
     assert close(made, before) and (calls or kind is nn.Linear)
 
 
+@torch.no_grad()
+def test_a_processor_that_does_not_widen_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = product.product
+    monkeypatch.setattr(product, "product", lambda x, w: None if w.dtype is torch.float16 else own(x, w))
+    for form, runs in (("float16", False), ("bfloat16", True)):
+        model = make("gated delta rule")
+        for module in model.layers.modules():
+            if isinstance(module, nn.Linear):
+                module.weight = nn.Parameter(quantize(module.weight, form), requires_grad=False)
+        found = step(model.layers, torch.randn(1, 1, 64), read(model, 1).layers)
+        assert (found is not None) == runs
+
+
 def test_scales_that_somebody_has_replaced() -> None:
     model = make("gated delta rule")
     weight = quantize(model.layers[0].feed.down_proj.weight, "int8")  # type: ignore[union-attr]
@@ -464,7 +480,8 @@ def test_where_c_does_not_run() -> None:
         assert step(model.layers, x, state.layers) is not None
         assert step(model.layers, x.double(), state.layers) is None
         assert step(model.layers, torch.randn(1, 2, 64), state.layers) is None
-        assert step(model.layers, torch.randn(17, 1, 64), read(model, 17).layers) is None
+        many = MOST_ROWS + 1
+        assert step(model.layers, torch.randn(many, 1, 64), read(model, many).layers) is None
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert step(model.layers, x, state.layers) is None
         narrow = copy.deepcopy(model).to(torch.bfloat16)
