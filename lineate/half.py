@@ -55,8 +55,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def has_few_rows(x: Tensor) -> bool:
-    """Whether x `... k` has so few rows of float32 that our C code may multiply them."""
-    return x.dtype is torch.float32 and x.is_cpu and 0 < x.numel() <= native.MOST_ROWS * x.shape[-1]
+    """Whether x `... k` has so few rows of float32 that our C code may multiply them; a graph is for all numbers."""
+    if torch.compiler.is_compiling() or x.dtype is not torch.float32 or not x.is_cpu:
+        return False
+    return 0 < x.numel() <= native.MOST_ROWS * x.shape[-1]
 
 
 def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:

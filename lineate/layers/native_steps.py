@@ -84,7 +84,9 @@ def serves_ids(ids: Tensor) -> bool:
 
 
 def _serves(x: Tensor) -> bool:
-    if not x.is_cpu or x.shape[1] != 1 or not 0 < x.shape[0] <= products.MOST_ROWS:  # torch multiplies more rows faster
+    if torch.compiler.is_compiling() or not x.is_cpu or x.shape[1] != 1:
+        return False
+    if not 0 < x.shape[0] <= products.MOST_ROWS:  # torch multiplies more rows faster
         return False
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _has_any_global_hook():
         return False

@@ -64,6 +64,11 @@ def test_training_is_one_graph(pattern, packed):
         assert torch.equal(expected, got)
 
 
+def check_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Compare results; without a compiler our C code multiplies a few rows, so these do not agree to the bit."""
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
 AOT = pytest.param("aot_eager", marks=pytest.mark.slow)
 """Traces the operators of a graph too; with symbolic lengths that takes three times as long as finding the graph."""
 
@@ -76,8 +81,8 @@ def test_one_graph_serves_every_length(pattern, backend):
     model = make(pattern)
     compiled = Compiled(model, dynamic=True, backend=backend)
     graphs = []
-    for t in (20, 33, 40, 64, 65):
-        assert torch.equal(compiled.run(draw(2, t)).logits, model(draw(2, t)).logits)
+    for t in (20, 33, 40, 64, 65, 5):
+        check_close(compiled.run(draw(2, t)).logits, model(draw(2, t)).logits)
         graphs.append(compiled.graphs)
     assert len(set(graphs)) == 1
 
@@ -92,7 +97,7 @@ def test_one_graph_serves_every_packing(pattern):
     graphs = []
     for ends in ([0, 9, 23], [0, 23, 40], [0, 1, 2, 33], [0, 5, 6, 7, 20, 41]):
         bounds, ids = torch.tensor(ends), draw(1, ends[-1])
-        assert torch.equal(compiled.run(ids, cu_seqlens=bounds).logits, model(ids, cu_seqlens=bounds).logits)
+        check_close(compiled.run(ids, cu_seqlens=bounds).logits, model(ids, cu_seqlens=bounds).logits)
         graphs.append(compiled.graphs)
     assert len(set(graphs)) == 1
 
@@ -100,16 +105,13 @@ def test_one_graph_serves_every_packing(pattern):
 @pytest.mark.parametrize("pattern", few(["GA", "KM"], ["KM"]))
 @torch.no_grad()
 def test_decoding_is_one_graph_for_every_length(pattern):
-    """The second step finds that the length of the cache differs, and no later step does.
-
-    Without a compiler, our C code multiplies the few rows, so results do not agree to the bit.
-    """
+    """The second step finds that the length of the cache differs, and no later step does."""
     model = make(pattern)
     compiled = Compiled(model)
     state, expected = (model(draw(2, 21)).state for _ in range(2))
     for token in draw(8, 2):
         got, wanted = compiled.run(token[:, None], state=state), model(token[:, None], state=expected)
-        torch.testing.assert_close(got.logits, wanted.logits, rtol=1e-5, atol=1e-6)
+        check_close(got.logits, wanted.logits)
         state, expected = got.state, wanted.state
     assert compiled.graphs == 2
 
@@ -176,7 +178,7 @@ def test_learning_mixers_are_one_graph(letter, dynamic, lengths, backend):
     run = torch.compile(mixer, fullgraph=True, backend=backend, dynamic=dynamic)
     for t in lengths:
         x = torch.randn(2, t, mixer.in_proj.weight.shape[1])
-        assert torch.equal(run(x)[0], mixer(x)[0])
+        check_close(run(x)[0], mixer(x)[0])
 
 
 def test_packed_attention_keeps_the_promises_of_an_op():
