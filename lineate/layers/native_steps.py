@@ -84,13 +84,13 @@ def serves_ids(ids: Tensor) -> bool:
 
 
 def _serves(x: Tensor) -> bool:
-    if torch.compiler.is_compiling() or not x.is_cpu or x.shape[1] != 1:
+    if not x.is_cpu or not is_eager(x) or x.shape[1] != 1:  # (a graph is for all sizes, so none is asked in one)
         return False
     if not 0 < x.shape[0] <= products.MOST_ROWS:  # torch multiplies more rows faster
         return False
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _has_any_global_hook():
         return False
-    return is_eager(x) and are_unchanged() and available()
+    return are_unchanged() and available()
 
 
 def record_mixer(norm: nn.Module, mixer: nn.Module) -> Recorded | None:
