@@ -4,9 +4,11 @@
                                  [--length 4096] [--compile]
 
 There is one model per pattern (preset compact, about 50M parameters), trained on packed rows with AdamW, in bfloat16
-autocast over float32 weights. A step is forward, backward and update. fla's side has its mixers, norms and
-feed-forwards in our blocks; softmax attention is torch's on both sides. DIR holds the package flash-linear-attention
-and its dependencies. --compile: also time our blocks under torch.compile, as in `lineate train --compile`.
+autocast over float32 weights. A step is forward, backward and update; steps follow each other without waiting for the
+GPU, and `alone` is a step that begins when the GPU has nothing to do and is waited for. fla's side has its mixers,
+norms and feed-forwards in our blocks; softmax attention is torch's on both sides. DIR holds the package
+flash-linear-attention and its dependencies. --compile: also time our blocks under torch.compile, as in
+`lineate train --compile`.
 """
 
 import argparse
@@ -98,6 +100,24 @@ def make_step(model: HybridLM, ids: Tensor, bounds: Tensor) -> Callable[[], Tens
     return step
 
 
+def step_ms(step: Callable[[], Tensor], rounds: int, *, alone: bool) -> list[float]:
+    """Return the milliseconds from the end of one step to that of the next; alone: the GPU is waited for in between."""
+    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    end = torch.cuda.Event(enable_timing=True)
+    end.record()
+    for _ in range(rounds):
+        if alone:
+            torch.cuda.synchronize()
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+        start, end = end, torch.cuda.Event(enable_timing=True)
+        step()
+        end.record()
+        marks.append((start, end))
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in marks]
+
+
 def busy_ms(step: Callable[[], Tensor], steps: int = 3) -> float:
     """Return the milliseconds of a step in which the GPU runs a kernel."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
@@ -127,18 +147,13 @@ def measure(pattern: str, sides: list[str], tokens: int, length: int, rounds: in
             step()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        times = []
-        for _ in range(rounds):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            loss = step()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end))
+        times = step_ms(step, rounds, alone=False)
+        alone = step_ms(step, rounds, alone=True)
         busy = busy_ms(step)
+        loss = step()
         rows.append({
             "pattern": pattern, "side": side, "ms": statistics.median(times), "busy_ms": busy,
-            "all_ms": times, "first_s": first,
+            "alone_ms": statistics.median(alone), "all_ms": times, "first_s": first,
             "parameters": sum(x.numel() for x in model.parameters()), "loss": loss.item(),
             "tokens_per_s": tokens / statistics.median(times) * 1e3,
             "peak_mib": torch.cuda.max_memory_allocated() / 2**20,
@@ -194,8 +209,8 @@ def main() -> None:
         peer = next((x for x in results if x["pattern"] == r["pattern"] and x["side"] == against), None)
         ratio = f"{peer['ms'] / r['ms']:.2f}x of {against}" if peer is not None else ""
         table.append([
-            r["pattern"], r["side"], f"{r['parameters'] / 1e6:.1f}", f"{r['ms']:.1f}", f"{r['busy_ms']:.1f}",
-            f"{r['ms'] / r['busy_ms']:.2f}x", f"{r['tokens_per_s'] / 1e3:.0f}",
+            r["pattern"], r["side"], f"{r['parameters'] / 1e6:.1f}", f"{r['ms']:.1f}", f"{r['alone_ms']:.1f}",
+            f"{r['busy_ms']:.1f}", f"{r['ms'] / r['busy_ms']:.2f}x", f"{r['tokens_per_s'] / 1e3:.0f}",
             f"{r['peak_mib']:.0f}", ratio,
         ])  # fmt: skip
     columns = [
@@ -203,6 +218,7 @@ def main() -> None:
         "layers of",
         "M parameters",
         "ms a step",
+        "alone",
         "GPU busy",
         "over",
         "k tokens/s",
