@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.models.tuning import tune_side_by_side
+from bench.rules.gpu_timing import back_to_back
 from bench.timing import show
 from lineate.layers import kind_of
 from lineate.models import HybridConfig, HybridLM, preset
@@ -100,24 +101,6 @@ def make_step(model: HybridLM, ids: Tensor, bounds: Tensor) -> Callable[[], Tens
     return step
 
 
-def step_ms(step: Callable[[], Tensor], rounds: int, *, alone: bool) -> list[float]:
-    """Return the milliseconds from the end of one step to that of the next; alone: the GPU is waited for in between."""
-    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    end = torch.cuda.Event(enable_timing=True)
-    end.record()
-    for _ in range(rounds):
-        if alone:
-            torch.cuda.synchronize()
-            end = torch.cuda.Event(enable_timing=True)
-            end.record()
-        start, end = end, torch.cuda.Event(enable_timing=True)
-        step()
-        end.record()
-        marks.append((start, end))
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in marks]
-
-
 def busy_ms(step: Callable[[], Tensor], steps: int = 3) -> float:
     """Return the milliseconds of a step in which the GPU runs a kernel."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
@@ -147,8 +130,8 @@ def measure(pattern: str, sides: list[str], tokens: int, length: int, rounds: in
             step()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        times = step_ms(step, rounds, alone=False)
-        alone = step_ms(step, rounds, alone=True)
+        times = back_to_back([step], rounds)
+        alone = [back_to_back([step], 1)[0] for _ in range(rounds)]
         busy = busy_ms(step)
         loss = step()
         rows.append({

@@ -49,7 +49,11 @@ def between_events(calls: Sequence[Call], seconds: float) -> list[float]:
         calls[i % len(calls)]()
     torch.cuda.synchronize()
     once = (time.perf_counter() - start) / WARM_UP
-    count = min(500, max(10, math.ceil(seconds / once)))
+    return back_to_back(calls, min(500, max(10, math.ceil(seconds / once))))
+
+
+def back_to_back(calls: Sequence[Call], count: int) -> list[float]:
+    """Return the milliseconds of so many calls in turn, from the end of one to that of the next; then wait for them."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     marks[0].record()
     for i, mark in enumerate(marks[1:]):
