@@ -10,6 +10,7 @@ from lineate.call import Inputs, Options
 from lineate.forms.packing import check_bounds
 from lineate.registrar import register_op
 from lineate.rule import full_precision
+from lineate.zeros import read_zeros
 
 Outputs = tuple[Tensor, Tensor, Tensor]
 """The output `b t hv v`, the final state, and the states that enter each chunk, `n b hv k v` (n = 0: not wanted)."""
@@ -128,7 +129,7 @@ def differentiate(backward, ctx, *gradients):  # type: ignore[no-untyped-def]
     *tensors, states, _ = saved
     _check_kept(states)
     arrived = [
-        states.new_zeros(shape, dtype=dtype) if x is None else x
+        read_zeros(shape, dtype, states.device) if x is None else x
         for x, (shape, dtype) in zip(gradients[:2], ctx.results, strict=True)
     ]
     *grads, dstate = backward(*arrived, *saved, *ctx.options)

@@ -3,8 +3,6 @@
 import importlib
 import os
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from math import prod
 
 import torch
 from torch import Tensor
@@ -15,6 +13,7 @@ from lineate.native.build import why_not
 from lineate.processor import why_wide
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
 from lineate.tracing import PLAIN_TENSORS, constant_in_graphs, needs_grad, recorded, transformed
+from lineate.zeros import read_zeros
 
 Signature = tuple[object, ...]
 
@@ -29,8 +28,6 @@ TRANSFORMED = "torch.func transforms and forward mode know torch's functions alo
 """Why only the torch backend runs inside a transform."""
 # Up to this many tokens the token loop beats setting up a chunk (bench/rules/cpu.py, table "short").
 RECURRENT_UP_TO = 8
-# The most numbers of zeros that calls on a GPU share as their first state: 16 MB.
-MOST_SHARED = 2**22
 
 
 @dataclass(frozen=True)
@@ -315,21 +312,4 @@ def empty_state(
     """
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = rows, v.shape[2], q.shape[3], v.shape[3]
-    shared = shared and v.is_cuda and not recorded() and not transformed() and prod(shape) <= MOST_SHARED
-    if shared and not torch.cuda.is_current_stream_capturing():  # what a graph allocates is its own
-        return _shared_zeros(shape, dtype, v.device)
-    return torch.zeros(shape, dtype=dtype, device=v.device)
-
-
-@lru_cache(256)
-def _shared_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return _zeros(1 << max(prod(shape) - 1, 0).bit_length(), dtype, device)[: prod(shape)].view(shape)
-
-
-@cache
-def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return so many zeros; powers of two, so that few shapes wait for the device, and all take 32 MB at most."""
-    zeros = torch.zeros(count, dtype=dtype, device=device)
-    torch.cuda.current_stream(device).synchronize()  # since other streams may read them
-    return zeros
+    return read_zeros(shape, dtype, v.device) if shared else torch.zeros(shape, dtype=dtype, device=v.device)
