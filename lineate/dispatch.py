@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks, flops
+from lineate.again import PLAIN_OPTIONS
 from lineate.call import Inputs, Options, Request, in_one_dtype, spread_decay
 from lineate.native.build import why_not
 from lineate.processor import why_wide
@@ -207,7 +208,6 @@ def select_rule(log_decay: Tensor | None, beta: Tensor | None) -> Rule:
 # token, and looking at it again would take a fifth of the step.
 KNOWN: dict[Signature, tuple[Plan, Options]] = {}
 KNOWN_AT_MOST = 1024
-_PLAIN = frozenset((float, int, str, bool, type(None)))
 
 
 def call_signature(tensors: tuple[Tensor | None, ...], options: tuple[object, ...]) -> Signature | None:
@@ -215,7 +215,7 @@ def call_signature(tensors: tuple[Tensor | None, ...], options: tuple[object, ..
     if recorded():
         return None
     types = tuple(map(type, options))
-    if not _PLAIN.issuperset(types):
+    if not PLAIN_OPTIONS.issuperset(types):
         return None
     parts: list[object] = [torch.is_grad_enabled(), transformed(), *options, *types]
     for x in tensors:

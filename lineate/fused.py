@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
+from lineate.again import form_of, repeat, undecided
 from lineate.call import Inputs, Options, Request, in_one_dtype, spread_bias, spread_decay, which_are_raw
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.ops import Attended, gated_delta_rule, kimi_delta_attention
@@ -87,13 +88,19 @@ def fused_delta_rule(
     Returns:
         Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
+    raw_decay = checks.check_either("gate", "log_decay", (gate, log_decay))
+    raw_beta = checks.check_either("write", "beta", (write, beta))
+    decay, rate = gate if raw_decay else log_decay, write if raw_beta else beta
+    tensors = Inputs(q, k, v, decay, rate, state, cu_seqlens, A_log, dt_bias)
+    arguments = raw_decay, raw_beta, beta_scale, lower_bound, normalize_qk, scale, backend
+    form = form_of("fused_delta_rule", tensors, arguments)
+    repeated = repeat(form, tensors)
+    if repeated is not None:
+        return Attended(*repeated)
     given = v
     q, k, v, _, _, state, _ = in_one_dtype(Inputs(q, k, v, state=state))[:7]
     checks.check_qkv(q, k, v)
-    raw_decay = checks.check_either("gate", "log_decay", (gate, log_decay))
-    raw_beta = checks.check_either("write", "beta", (write, beta))
     raw_gates = which_are_raw(raw_decay, raw_beta)
-    decay, rate = gate if raw_decay else log_decay, write if raw_beta else beta
     inputs = Inputs(q, k, v, decay, rate, state, cu_seqlens, A_log, dt_bias)
     if not raw_decay:
         inputs = spread_decay(inputs)
@@ -113,6 +120,8 @@ def fused_delta_rule(
         options = Options(True, options.scale, normalize_qk, 64, float(beta_scale), raw_gates, bound)
         checks.check_decay(log_decay)
         output, final = kernels.chunkwise(inputs, options)
+        if form is not None and undecided(form):
+            kernels.remember_forward(form, tensors, inputs, options)
         return Attended(output.to(given.dtype), final)
     log_decay, beta = activate(
         decay, rate, A_log, dt_bias, beta_scale, lower_bound=lower_bound, raw_gates=raw_gates

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
+from lineate.again import form_of, repeat, undecided
 from lineate.call import Inputs, Options, Request, in_one_dtype, spread_decay
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.forms.chunkwise import chunkwise
@@ -430,8 +431,12 @@ def attention_matrix(
 
 
 def _attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
-    """Check the call, choose its form and backend, and run it."""
-    given = inputs.v
+    """Check the call, choose its form and backend, and run it; or repeat an earlier one."""
+    tensors, given = inputs, inputs.v
+    form = form_of(rule.name, inputs, request)
+    repeated = repeat(form, inputs)
+    if repeated is not None:
+        return Attended(*repeated)
     inputs = in_one_dtype(inputs)
     if "head" in rule.decays:
         inputs = spread_decay(inputs)
@@ -453,7 +458,12 @@ def _attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
     if plan.backend == "triton":
         from lineate.kernels import ops as kernels  # triton, at its first use
 
-        return Attended(*(kernels.recurrent if plan.form == "recurrent" else kernels.chunkwise)(inputs, options))
+        if plan.form == "recurrent":
+            return Attended(*kernels.recurrent(inputs, options))
+        attended = Attended(*kernels.chunkwise(inputs, options))
+        if form is not None and undecided(form):
+            kernels.remember_forward(form, tensors, inputs, options)
+        return attended
     run: Form = recurrent if plan.form == "recurrent" else parallel
     if plan.form == "chunkwise":  # inside a transform
         run = partial(run_chunked, run)

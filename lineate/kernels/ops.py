@@ -1,18 +1,22 @@
 """The kernels of the rules as torch ops, for torch.compile and autograd."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lineate.again import Form, remember
 from lineate.call import Inputs, Options, Slots, which_are_raw
 from lineate.chunk_op import differentiate, save_states
 from lineate.kernels import pipeline as kernels
 from lineate.kernels.call import CHUNK, aligned, count_slots, dense, in_rows, make_call
+from lineate.kernels.replaying import Tape
 from lineate.kernels.stages import Gradients
-from lineate.kernels.tape import launch
+from lineate.kernels.tape import find, launch, replay, replayed
 from lineate.registrar import register_op
+from lineate.zeros import read_zeros
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -38,10 +42,15 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, the final state, and the states that enter each chunk, which a backward needs."""
     output, final, states = _empty_outputs(q, v, state, cu_seqlens, keep)
+    options = Options(
+        corrects, scale, normalize_qk, CHUNK, beta_scale, which_are_raw(raw_decay, raw_beta), lower_bound
+    )  # fmt: skip
+    given = q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens
+    made = output, final, states if keep else None
+    if replayed("forward", given, made, (options, keep)):
+        return output, final, states
     q, k, v, log_decay, beta, A_log, dt_bias = _laid_out(q, k, v, log_decay, beta, A_log, dt_bias)
     state, cu_seqlens = state.contiguous(), _beside(q, cu_seqlens)
-    raw_gates = which_are_raw(raw_decay, raw_beta)
-    options = Options(corrects, scale, normalize_qk, CHUNK, beta_scale, raw_gates, lower_bound)
 
     def run() -> None:
         inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
@@ -49,8 +58,8 @@ def _forward(
         call = make_call(inputs, options, cutting, output)
         kernels.forward(call, state, output, final, states if keep else None)
 
-    tensors = (q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens, output, final, states if keep else None)
-    launch("forward", tensors, options, run)
+    given = q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens
+    launch("forward", given, made, (options, keep), run)
     return output, final, states
 
 
@@ -82,14 +91,18 @@ def _backward(
     lower_bound: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate; those of absent inputs have no elements."""
-    inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
-    grads = _empty_grads(inputs, dfinal)
+    grads = _empty_grads(Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias), dfinal)
+    options = Options(
+        corrects, scale, normalize_qk, CHUNK, beta_scale, which_are_raw(raw_decay, raw_beta), lower_bound
+    )  # fmt: skip
+    given = doutput, dfinal, q, k, v, log_decay, beta, A_log, dt_bias, states, cu_seqlens
+    made = [x if x.numel() else None for x in grads]
+    if replayed("backward", given, made, options):
+        return grads
     q, k, v, log_decay, beta, A_log, dt_bias = _laid_out(q, k, v, log_decay, beta, A_log, dt_bias)
     cu_seqlens = _beside(q, cu_seqlens)
     inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
     doutput, dfinal = aligned(doutput.contiguous()), dfinal.contiguous()
-    raw_gates = which_are_raw(raw_decay, raw_beta)
-    options = Options(corrects, scale, normalize_qk, CHUNK, beta_scale, raw_gates, lower_bound)
 
     def run() -> None:
         dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate = grads
@@ -99,9 +112,8 @@ def _backward(
         wanted = Gradients(dq, dk, dv, decay, strength, dstate, rate, bias)
         kernels.backward(call, doutput, dfinal, states, wanted)
 
-    given = (doutput, dfinal, q, k, v, log_decay, beta, A_log, dt_bias, states, cu_seqlens)
-    made = (x if x.numel() else None for x in grads)
-    launch("backward", (*given, *made), options, run)
+    given = doutput, dfinal, q, k, v, log_decay, beta, A_log, dt_bias, states, cu_seqlens
+    launch("backward", given, made, options, run)
     return grads
 
 
@@ -147,6 +159,47 @@ def chunkwise(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
         options.raw_beta, options.lower_bound,
     )  # fmt: skip
     return output, final
+
+
+def remember_forward(form: Form, tensors: Sequence[Tensor | None], inputs: Inputs, options: Options) -> None:
+    """Let later calls of this form be repeated without gradients, once one is recorded.
+
+    Args:
+        form: The form of the call (again.py).
+        tensors: The call's own, in the order of Inputs; its state may be None.
+        inputs: What it ran with.
+        options: Likewise.
+    """
+    q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
+    assert state is not None
+    gates = log_decay, beta, A_log, dt_bias
+    given = (*_laid_out(q, k, v, *gates), state.contiguous(), _beside(q, cu_seqlens))
+    own = _in_order(tensors, state)
+    if any(x is not None and x.data_ptr() != y.data_ptr() for x, y in zip(own, given, strict=True)):
+        remember(form, None)  # something is copied or converted first
+        return
+    known, tape = find("forward", given, (options._replace(chunk_size=CHUNK), False))
+    if known:
+        remember(form, None if tape is None else partial(_forward_again, tape, state.shape))
+
+
+def _forward_again(tape: Tape, shape: torch.Size, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor] | None:
+    """Return the output and the final state, of that shape, of a recorded forward; None if it must be run."""
+    v, state = tensors[2], tensors[5]
+    assert v is not None
+    device = v.device
+    output = torch.empty(v.shape, dtype=v.dtype, device=device)
+    final = torch.empty(shape, dtype=torch.float32, device=device)
+    if state is None:
+        state = read_zeros(shape, torch.float32, device)
+    done = replay(tape, (*_in_order(tensors, state), output, final, None), device)
+    return (output, final) if done else None
+
+
+def _in_order(tensors: Sequence[Tensor | None], state: Tensor) -> tuple[Tensor | None, ...]:
+    """Return tensors, which are in the order of Inputs, with this state in the order of the forward's launches."""
+    q, k, v, log_decay, beta, _, cu_seqlens, A_log, dt_bias = tensors
+    return q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens
 
 
 def _empty_outputs(

@@ -7,7 +7,7 @@ parameters, and for every address the tensor of the call it lies in, or where it
 allocated. Later calls allocate that memory in one piece; C (replay.c) writes the new addresses into the parameters and
 hands them to the driver.
 
-    launch(kind, tensors, options, run)     # the first call runs `run`, which may compile; the second also records it
+    launch(kind, given, made, options, run)    # the first call runs `run`, which may compile; the second records it too
 
 A call can be recorded if it only allocates, fills with zeros, and launches kernels; other calls always run.
 """
@@ -23,6 +23,7 @@ import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lineate import again
 from lineate.kernels.driver import MAP_BYTES, cuda_driver, encode, replay_function, sizes_of
 from lineate.kernels.launching import overlaps, recording
 from lineate.kernels.replaying import Launch, Map, Place, Tape
@@ -50,31 +51,62 @@ _TAPES: dict[Hashable, Tape | None] = {}
 _changing = RLock()  # of both; reentrant, since what is forgotten may be collected there
 
 
-def launch(kind: str, tensors: Sequence[Tensor | None], options: Hashable, run: Callable[[], None]) -> None:
+def launch(
+    kind: str, given: Sequence[Tensor | None], made: Sequence[Tensor | None], options: Hashable, run: Callable[[], None]
+) -> None:
     """Make the launches of `run`: by running it, or from the tape of an earlier call of the same form.
 
     Args:
         kind: What `run` does.
-        tensors: What its launches read and write, beside what it allocates; the first is not None.
+        given: What its launches read, beside what it allocates; the first is not None.
+        made: What the caller has just allocated for its results. Their shapes and dtypes follow from all the others.
         options: All else that the launches depend on.
         run: Makes the launches on the device of the first tensor.
     """
-    first = tensors[0]
-    assert first is not None
-    device = first.device
+    device = _device(given)
     if device.type != "cuda":
         run()
         return
-    current = torch.cuda.current_device() == device.index
-    with nullcontext() if current else torch.cuda.device(device):
+    with nullcontext() if _is_current(device) else torch.cuda.device(device):
         if _replays() and not overlaps(device):
-            form = tuple(
-                None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16)
-                for x in tensors
-            )
-            _run_or_replay((kind, device, options, form), tensors, device, run)
+            _run_or_replay(_key(kind, given, options), (*given, *made), device, run)
         else:
             run()
+
+
+def replayed(kind: str, given: Sequence[Tensor | None], made: Sequence[Tensor | None], options: Hashable) -> bool:
+    """Make the launches of an earlier call with such tensors, as for `launch`; return False if there are none.
+
+    For callers that would copy some of them first: those of a recorded call need no copies.
+    """
+    device = _device(given)
+    tape = _TAPES.get(_key(kind, given, options)) if device.type == "cuda" else None
+    return tape is not None and replay(tape, (*given, *made), device)
+
+
+def find(kind: str, given: Sequence[Tensor | None], options: Hashable) -> tuple[bool, Tape | None]:
+    """Return whether it is known if calls of this form can be replayed, and the tape if they can; as for `launch`."""
+    key = _key(kind, given, options)
+    return key in _TAPES, _TAPES.get(key)
+
+
+def replay(tape: Tape, tensors: Sequence[Tensor | None], device: torch.device) -> bool:
+    """Make the launches of a tape; return False, with nothing launched, where `launch` would run the call."""
+    return _is_current(device) and not overlaps(device) and not _hooked() and tape.replay(tensors, device)
+
+
+def _key(kind: str, given: Sequence[Tensor | None], options: Hashable) -> Hashable:
+    forms = [None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16) for x in given]
+    return kind, options, *forms
+
+
+def _device(given: Sequence[Tensor | None]) -> torch.device:
+    assert given[0] is not None
+    return given[0].device
+
+
+def _is_current(device: torch.device) -> bool:
+    return torch.cuda.current_device() == device.index
 
 
 def _replays() -> bool:
@@ -122,6 +154,7 @@ def forget_tapes() -> None:
     with _changing:
         _TAPES.clear()
         _SEEN.clear()
+    again.forget()
 
 
 def _hooked() -> bool:

@@ -91,7 +91,7 @@ def _convolve(
             **constants, BC=block, num_warps=4,
         )  # fmt: skip
 
-    launch("convolution", (x, weight, state, bounds, y, final), None, run)
+    launch("convolution", (x, weight, state, bounds), (y, final), None, run)
     return y, final
 
 
@@ -129,8 +129,8 @@ def _convolve_backward(
         )  # fmt: skip
         _add_partials(partials, dweight)
 
-    tensors = x, weight, state, bounds, dy, dfinal, dx, dstate if given else None, dweight
-    launch("convolution's gradients", tensors, None, run)
+    made = dx, dstate if given else None, dweight
+    launch("convolution's gradients", (x, weight, state, bounds, dy, dfinal), made, dstate.dtype, run)
     return dx, dweight, dstate
 
 
@@ -238,7 +238,7 @@ def _norm(
             **overlap_options(x.device),
         )  # fmt: skip
 
-    launch("norm", (x, gate, weight, y), (eps, activation, zero_centred), run)
+    launch("norm", (x, gate, weight), (y,), (eps, activation, zero_centred, dtype), run)
     return y
 
 
@@ -274,8 +274,8 @@ def _norm_backward(
         )  # fmt: skip
         _add_partials(partials, dweight)
 
-    tensors = x, gate, weight, dy, dx, None if gate is None else dgate, dweight
-    launch("norm's gradients", tensors, (eps, activation, zero_centred), run)
+    made = dx, None if gate is None else dgate, dweight
+    launch("norm's gradients", (x, gate, weight, dy), made, (eps, activation, zero_centred), run)
     return dx, dgate, dweight
 
 
@@ -363,7 +363,7 @@ def _glu(x: Tensor) -> Tensor:
             x, y, rows, x_row // unit, N=n, **tile, UNIT=unit, num_warps=4, **overlap_options(x.device)
         )
 
-    launch("unit", (x, y), None, run)
+    launch("unit", (x,), (y,), None, run)
     return y
 
 
@@ -384,7 +384,7 @@ def _glu_backward(dy: Tensor, x: Tensor) -> Tensor:
             x, dy, dx, rows, *(s // unit for s in strides), N=n, **tile, UNIT=unit, num_warps=4
         )
 
-    launch("unit's gradients", (x, dy, dx), None, run)
+    launch("unit's gradients", (x, dy), (dx,), None, run)
     return dx
 
 
@@ -436,7 +436,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
             HEADS=heads, SIZE=size, HALF=half, BACK=back, **tile, UNIT=unit, num_warps=4,
         )  # fmt: skip
 
-    launch("turn", (x, y, cos, sin), back, run)
+    launch("turn", (x, cos, sin), (y,), back, run)
     return y
 
 

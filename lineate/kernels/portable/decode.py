@@ -321,8 +321,8 @@ def decode(
             **(overlap_options(q.device) if settled else {"OVERLAP": False}),
         )
 
-    tensors = q, k, v, log_decay, beta, A_log, dt_bias, state, slots, start_slots, seeds, cu_seqlens, output
-    launch("decode", tensors, (options, columns, warps, settled), run)
+    given = q, k, v, log_decay, beta, A_log, dt_bias, state, slots, start_slots, seeds, cu_seqlens
+    launch("decode", given, (output,), (options, columns, warps, settled), run)
     return output
 
 

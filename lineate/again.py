@@ -1,0 +1,84 @@
+"""Repeats a call on a GPU that differs from an earlier one only in the addresses and values of its tensors.
+
+An op checks its arguments, chooses a form and a backend, and lays its tensors out before it launches anything; that
+takes the host as long as the kernels of a short prompt take the device. For two calls of one form (shapes, strides,
+dtypes, devices, options) all of it comes to the same, so the second repeats what the first has found:
+
+    form = form_of("gated_delta_rule", tensors, options)     # None: the call must be looked at
+    results = repeat(form, tensors)                          # None: no call of this form can be repeated
+    remember(form, run)                                      # run(tensors) returns the results, or None
+"""
+
+from collections.abc import Callable, Sequence
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from lineate.tracing import PLAIN_TENSORS, recorded, transformed
+
+Form = tuple[object, ...]
+Results = tuple[Tensor, Tensor]
+"""The output and the final state."""
+Run = Callable[[Sequence[Tensor | None]], Results | None]
+
+MOST_FORMS = 1024
+"""The most forms that are remembered."""
+PLAIN_OPTIONS = frozenset((float, int, str, bool, type(None)))
+"""The types of options that a key of a dict can have."""
+_RUNS: dict[Form, Run | None] = {}
+"""None: calls of this form cannot be repeated."""
+_changing = Lock()
+
+
+def form_of(name: str, tensors: Sequence[Tensor | None], options: Sequence[object]) -> Form | None:
+    """Return all that a call depends on beside addresses and values; None if it must be looked at.
+
+    That is a call that is not on a GPU, is recorded or transformed, needs gradients, or has unusual arguments.
+
+    Args:
+        name: the op's name.
+        tensors: its tensors; the first is not None.
+        options: its other arguments.
+    """
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not first.is_cuda or recorded() or transformed():
+        return None
+    types = tuple(map(type, options))  # since 1 == 1.0 == True
+    if not PLAIN_OPTIONS.issuperset(types):
+        return None
+    differentiable = torch.is_grad_enabled()
+    parts: list[object] = [name, *options, *types]
+    for x in tensors:
+        if x is None:
+            parts.append(None)
+        elif type(x) not in PLAIN_TENSORS or (differentiable and x.requires_grad) or x.is_neg() or x._is_zerotensor():
+            return None
+        else:
+            parts += (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16)
+    return tuple(parts)
+
+
+def repeat(form: Form | None, tensors: Sequence[Tensor | None]) -> Results | None:
+    """Make a call again; return None, with nothing done, if none of its form was remembered."""
+    run = None if form is None else _RUNS.get(form)
+    return None if run is None else run(tensors)
+
+
+def undecided(form: Form) -> bool:
+    """Whether it is not known yet if calls of this form can be repeated."""
+    return form not in _RUNS
+
+
+def remember(form: Form, run: Run | None) -> None:
+    """Let later calls of this form call run; None: they cannot be repeated. The oldest forms are forgotten."""
+    with _changing:
+        _RUNS[form] = run
+        while len(_RUNS) > MOST_FORMS:
+            del _RUNS[next(iter(_RUNS))]
+
+
+def forget() -> None:
+    """Forget all forms."""
+    with _changing:
+        _RUNS.clear()

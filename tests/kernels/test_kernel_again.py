@@ -1,0 +1,212 @@
+"""A call of a known form is repeated without another look at it, with the same bits; others are looked at."""
+
+import importlib
+
+import pytest
+import torch
+from cases import GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Shape, convert, draw
+from torch.utils.flop_counter import FlopCounterMode
+
+import lineate
+from lineate import again
+from lineate.call import Inputs
+
+RULES = {"GDN": GATED_DELTA, "KDA": KIMI_DELTA, "gated linear": GATED_LINEAR, "linear": LINEAR}
+SHAPE = Shape(1, 200, 2, 4, 64, 64)
+FORM = {"backend": "triton", "form": "chunkwise"}
+
+
+class LookedAt(Exception):
+    """A call was looked at."""
+
+
+@pytest.fixture
+def forbid(monkeypatch):
+    """Return a function after which every call that is looked at raises LookedAt."""
+    pytest.importorskip("triton")
+    importlib.import_module("lineate.kernels.tape").forget_tapes()
+
+    def refuse(*args):
+        raise LookedAt
+
+    def start() -> None:
+        for module in ("lineate.ops", "lineate.fused"):
+            monkeypatch.setattr(importlib.import_module(module), "check_and_resolve", refuse)
+
+    return start
+
+
+def drawn(rule, state: bool = True) -> dict[str, torch.Tensor]:
+    inputs = {name: x.cuda() for name, x in convert(draw(rule, SHAPE), torch.bfloat16).items()}
+    if not state:
+        del inputs["state"]
+    return inputs
+
+
+def moved(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the same values at other addresses."""
+    return {name: x.clone() for name, x in inputs.items()}
+
+
+def thrice(call):
+    """Make a call as often as it takes to repeat it, and return what the first returned."""
+    first, *_ = (call() for _ in range(3))
+    return first
+
+
+def same(found, expected) -> bool:
+    return torch.equal(found.output, expected.output) and torch.equal(found.state, expected.state)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("state", [True, False], ids=["state", "no state"])
+@pytest.mark.parametrize("rule", RULES)
+def test_rules(rule, state, forbid):
+    op, inputs = RULES[rule].op, drawn(RULES[rule], state)
+    expected = thrice(lambda: op(**moved(inputs), **FORM))
+    other = {name: x if name == "state" else x.flip(1) for name, x in inputs.items()}
+    turned = op(**{name: x.clone() for name, x in other.items()}, **FORM)
+    assert not torch.equal(turned.output, expected.output)
+    forbid()
+    for _ in range(3):
+        assert same(op(**moved(inputs), **FORM), expected) and same(op(**moved(other), **FORM), turned)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("channel", [False, True], ids=["GDN", "KDA"])
+def test_raw_gates(channel, forbid):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 200, h, 64, device="cuda").bfloat16() for h in (2, 2, 4))
+    gate = torch.randn(1, 200, 4, *((64,) if channel else ()), device="cuda")
+    write, A_log = torch.randn(1, 200, 4, device="cuda"), torch.rand(4, device="cuda")
+    dt_bias = torch.randn(4 * (64 if channel else 1), device="cuda")
+    given = {"q": q, "k": k, "v": v, "gate": gate, "write": write, "A_log": A_log, "dt_bias": dt_bias}
+    expected = thrice(lambda: lineate.fused_delta_rule(**moved(given)))
+    doubled = thrice(lambda: lineate.fused_delta_rule(**moved(given), beta_scale=2.0))
+    assert not torch.equal(expected.output, doubled.output)
+    forbid()
+    for _ in range(3):
+        assert same(lineate.fused_delta_rule(**moved(given)), expected)
+        assert same(lineate.fused_delta_rule(**moved(given), beta_scale=2.0), doubled)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_packed_sequences(forbid):
+    inputs = drawn(GATED_DELTA, state=False)
+    bounds = [torch.tensor([0, n, 200], device="cuda") for n in (64, 10, 199)]
+    expected = [lineate.gated_delta_rule(**inputs, cu_seqlens=x) for x in bounds]
+    forbid()
+    for x, right in zip(bounds, expected, strict=True):
+        assert same(lineate.gated_delta_rule(**moved(inputs), cu_seqlens=x.clone()), right)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_what_is_looked_at(forbid):
+    """Other shapes, strides, alignments, dtypes and options; gradients, transforms, modes and recordings."""
+    inputs = drawn(GATED_DELTA)
+    op = lineate.gated_delta_rule
+    expected = thrice(lambda: op(**inputs, **FORM))
+    shifted = torch.empty(inputs["v"].numel() + 1, device="cuda", dtype=torch.bfloat16)[1:].view(inputs["v"].shape)
+    gaps = torch.stack((inputs["k"],) * 2, -1)[..., 0]
+    forbid()
+    assert same(op(**inputs, **FORM), expected)
+    others = {
+        "shape": {name: x if name == "state" else x[:, :100] for name, x in inputs.items()},
+        "stride": inputs | {"k": gaps},
+        "alignment": inputs | {"v": shifted.copy_(inputs["v"])},
+        "dtype": inputs | {"beta": inputs["beta"].double()},
+        "no state": {name: x for name, x in inputs.items() if name != "state"},
+        "device": inputs | {"beta": inputs["beta"].cpu()},
+        "option": inputs | {"scale": 1.0},
+        "its type": inputs | {"scale": 1},
+        "bad option": inputs | {"scale": [1.0]},
+        "no tensor": inputs | {"q": 1},
+        "virtual": inputs | {"v": torch._neg_view(inputs["v"])},
+    }
+    for name, given in others.items():
+        with pytest.raises(LookedAt):
+            op(**given, **FORM)
+            pytest.fail(f"{name} was not looked at")
+    with torch.enable_grad(), pytest.raises(LookedAt):
+        op(**inputs | {"v": inputs["v"].clone().requires_grad_()}, **FORM)
+    with pytest.raises(LookedAt):
+        torch.vmap(lambda v: op(**inputs | {"v": v}, **FORM).output)(inputs["v"][None])
+    with FlopCounterMode(display=False), pytest.raises(LookedAt):
+        op(**inputs, **FORM)
+    assert same(op(**inputs, **FORM), expected)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_call_that_copies_is_not_repeated(forbid):
+    inputs = drawn(GATED_DELTA)
+    inputs["k"] = torch.stack((inputs["k"],) * 2, -1)[..., 0]
+    for _ in range(4):
+        lineate.gated_delta_rule(**inputs, **FORM)
+    forbid()
+    with pytest.raises(LookedAt):
+        lineate.gated_delta_rule(**inputs, **FORM)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_in_a_graph(forbid):
+    """A graph that was captured from a repeated call reads its inputs anew."""
+    inputs = drawn(GATED_DELTA, state=False)
+    expected = thrice(lambda: lineate.gated_delta_rule(**inputs, **FORM))
+    forbid()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = lineate.gated_delta_rule(**inputs, **FORM)
+    found.output.zero_()
+    graph.replay()
+    assert same(found, expected)
+    inputs["v"].zero_()
+    graph.replay()
+    assert not found.output.any()
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_after_inference_mode(forbid):
+    """Calls outside of it get tensors that autograd may save, whatever came first."""
+    inputs = drawn(GATED_DELTA)
+    for _ in range(3):
+        with torch.inference_mode():
+            lineate.gated_delta_rule(**inputs, **FORM)
+    forbid()
+    found = lineate.gated_delta_rule(**inputs, **FORM)
+    assert not found.output.is_inference() and not found.state.is_inference()
+
+
+def test_a_call_on_a_cpu_has_no_form():
+    x = torch.ones(1, 8, 2, 16)
+    assert again.form_of("linear_attention", Inputs(x, x, x), (None, "auto")) is None
+
+
+@pytest.fixture
+def no_forms():
+    again.forget()
+    yield
+    again.forget()
+
+
+def test_forms_are_remembered(no_forms, monkeypatch):
+    """As many as are allowed; the oldest are forgotten."""
+    monkeypatch.setattr(again, "MOST_FORMS", 3)
+    x = torch.ones(1)
+    for n in range(5):
+        assert again.undecided((n,)) and again.repeat((n,), [x]) is None
+        again.remember((n,), None if n == 3 else lambda tensors, n=n: (tensors[0] + n, tensors[0]))
+        assert not again.undecided((n,))
+    assert [again.undecided((n,)) for n in range(5)] == [True, True, False, False, False]
+    assert again.repeat((3,), [x]) is None and again.repeat(None, [x]) is None
+    found = again.repeat((4,), [x])
+    assert found is not None and found[0].item() == 5
+    again.forget()
+    assert again.repeat((4,), [x]) is None
