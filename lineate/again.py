@@ -10,7 +10,7 @@ dtypes, devices, options) all of it comes to the same, so the second repeats wha
 """
 
 from collections.abc import Callable, Sequence
-from threading import Lock
+from threading import RLock
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ Run = Callable[[Sequence[Tensor | None]], Results | None]
 MOST_FORMS = 1024
 """The most forms that are remembered."""
 PLAIN_OPTIONS = frozenset((float, int, str, bool, type(None)))
-"""The types of options that a key of a dict can have."""
+"""The types of options by which calls are remembered."""
 _RUNS: dict[Form, Run | None] = {}
 """None: calls of this form cannot be repeated."""
-_changing = Lock()
+_changing = RLock()  # reentrant, since what is forgotten may be collected there
 
 
 def form_of(name: str, tensors: Sequence[Tensor | None], options: Sequence[object]) -> Form | None:
@@ -75,7 +75,7 @@ def remember(form: Form, run: Run | None) -> None:
     with _changing:
         _RUNS[form] = run
         while len(_RUNS) > MOST_FORMS:
-            del _RUNS[next(iter(_RUNS))]
+            _RUNS.pop(next(iter(_RUNS)), None)
 
 
 def forget() -> None:

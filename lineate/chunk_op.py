@@ -4,12 +4,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from lineate.call import Inputs, Options
 from lineate.forms.packing import check_bounds
 from lineate.registrar import register_op
 from lineate.rule import full_precision
+from lineate.tracing import PLAIN_TENSORS
 from lineate.zeros import read_zeros
 
 Outputs = tuple[Tensor, Tensor, Tensor]
@@ -129,12 +131,17 @@ def differentiate(backward, ctx, *gradients):  # type: ignore[no-untyped-def]
     *tensors, states, _ = saved
     _check_kept(states)
     arrived = [
-        read_zeros(shape, dtype, states.device) if x is None else x
+        _zeros(states, shape, dtype) if x is None else x
         for x, (shape, dtype) in zip(gradients[:2], ctx.results, strict=True)
     ]
     *grads, dstate = backward(*arrived, *saved, *ctx.options)
     grads = [None if x is None else dx for x, dx in zip(tensors, grads, strict=True)]
     return *grads, dstate, *[None] * (len(ctx.options) + 2)
+
+
+def _zeros(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return zeros to read, of the same kind of tensor."""
+    return read_zeros(shape, dtype, like.device) if type(like) in PLAIN_TENSORS else like.new_zeros(shape, dtype=dtype)
 
 
 def _check_kept(states: Tensor) -> None:

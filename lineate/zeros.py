@@ -8,13 +8,14 @@ from torch import Tensor
 
 from lineate.tracing import recorded, transformed
 
-MOST_SHARED = 2**22
-"""The most numbers that are shared: 16 MB."""
+MOST_SHARED = 2**24
+"""The most bytes that are shared at once: 16 MB."""
 
 
 def read_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros that nobody may write to: on a GPU, calls share them unless they are many."""
-    shared = device.type == "cuda" and not recorded() and not transformed() and prod(shape) <= MOST_SHARED
+    few = prod(shape) * dtype.itemsize <= MOST_SHARED
+    shared = few and device.type == "cuda" and not recorded() and not transformed()
     if shared and not torch.cuda.is_current_stream_capturing():  # what a graph allocates is its own
         return _shared_zeros(shape, dtype, device)
     return torch.zeros(shape, dtype=dtype, device=device)
@@ -28,7 +29,7 @@ def _shared_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 
 @cache
 def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return so many zeros; powers of two, so that few shapes wait for the device, and all take 32 MB at most."""
+    """Return so many zeros: powers of two, so that few shapes wait for the device, and a dtype takes 32 MB at most."""
     zeros = torch.zeros(count, dtype=dtype, device=device)
     torch.cuda.current_stream(device).synchronize()  # since other streams may read them
     return zeros

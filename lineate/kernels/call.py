@@ -206,11 +206,19 @@ def make_call(inputs: Inputs, options: Options, cutting: Cutting = WHOLE, output
 
 def in_rows(x: Tensor) -> Tensor:
     """Return x `b t heads k` such that token i of row b is at (b t + i) stride(1); a copy only if it is not."""
+    return x if lies_in_rows(x) else dense(x)
+
+
+def lies_in_rows(x: Tensor) -> bool:
+    """Whether in_rows returns x itself."""
     b, t = x.shape[:2]
     even = x.stride(3) == 1 and x.stride(1) % 8 == 0 and x.stride(2) % 8 == 0 and x.data_ptr() % 16 == 0
-    if even and (b == 1 or x.stride(0) == t * x.stride(1)):
-        return x
-    return dense(x)
+    return even and (b == 1 or x.stride(0) == t * x.stride(1))
+
+
+def lies_dense(x: Tensor) -> bool:
+    """Whether x is contiguous and aligned."""
+    return x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
 def dense(x: Tensor) -> Tensor:

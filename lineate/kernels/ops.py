@@ -11,10 +11,10 @@ from lineate.again import Form, remember
 from lineate.call import Inputs, Options, Slots, which_are_raw
 from lineate.chunk_op import differentiate, save_states
 from lineate.kernels import pipeline as kernels
-from lineate.kernels.call import CHUNK, aligned, count_slots, dense, in_rows, make_call
+from lineate.kernels.call import CHUNK, aligned, count_slots, dense, in_rows, lies_dense, lies_in_rows, make_call
 from lineate.kernels.replaying import Tape
 from lineate.kernels.stages import Gradients
-from lineate.kernels.tape import find, launch, replay, replayed
+from lineate.kernels.tape import find, launch, may_replay, replayed
 from lineate.registrar import register_op
 from lineate.zeros import read_zeros
 
@@ -121,7 +121,7 @@ def _laid_out(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None) -> tuple[A
     """Return the tensors as the kernels read them, so that what is copied is copied before the launches."""
     return (
         *(in_rows(x) for x in (q, k, v)),
-        *(x if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0) else dense(x) for x in gates),
+        *(x if x is None or lies_dense(x) else dense(x) for x in gates),
     )
 
 
@@ -170,17 +170,26 @@ def remember_forward(form: Form, tensors: Sequence[Tensor | None], inputs: Input
         inputs: What it ran with.
         options: Likewise.
     """
-    q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
+    state = inputs.state
     assert state is not None
-    gates = log_decay, beta, A_log, dt_bias
-    given = (*_laid_out(q, k, v, *gates), state.contiguous(), _beside(q, cu_seqlens))
-    own = _in_order(tensors, state)
-    if any(x is not None and x.data_ptr() != y.data_ptr() for x, y in zip(own, given, strict=True)):
-        remember(form, None)  # something is copied or converted first
+    used = _in_order(inputs, state)
+    own = _in_order(tensors, state if tensors[5] is None else tensors[5])
+    pairs = [(x, y) for x, y in zip(own, used, strict=True) if x is not None and y is not None]
+    if any(x.data_ptr() != y.data_ptr() for x, y in pairs) or not _read_as_they_are(inputs):
+        remember(form, None)  # something is converted or copied first
         return
-    known, tape = find("forward", given, (options._replace(chunk_size=CHUNK), False))
+    known, tape = find("forward", used, (options._replace(chunk_size=CHUNK), False))
     if known:
         remember(form, None if tape is None else partial(_forward_again, tape, state.shape))
+
+
+def _read_as_they_are(inputs: Inputs) -> bool:
+    """Whether a forward's launches read these very tensors: _laid_out, contiguous and _beside return them."""
+    q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
+    gates = (x for x in (log_decay, beta, A_log, dt_bias) if x is not None)
+    beside = cu_seqlens is None or (cu_seqlens.device == q.device and cu_seqlens.is_contiguous())
+    dense_state = state is not None and state.is_contiguous()
+    return beside and dense_state and all(map(lies_in_rows, (q, k, v))) and all(map(lies_dense, gates))
 
 
 def _forward_again(tape: Tape, shape: torch.Size, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor] | None:
@@ -188,11 +197,13 @@ def _forward_again(tape: Tape, shape: torch.Size, tensors: Sequence[Tensor | Non
     v, state = tensors[2], tensors[5]
     assert v is not None
     device = v.device
+    if not may_replay(device):
+        return None
     output = torch.empty(v.shape, dtype=v.dtype, device=device)
     final = torch.empty(shape, dtype=torch.float32, device=device)
     if state is None:
         state = read_zeros(shape, torch.float32, device)
-    done = replay(tape, (*_in_order(tensors, state), output, final, None), device)
+    done = tape.replay((*_in_order(tensors, state), output, final, None), device)
     return (output, final) if done else None
 
 

@@ -58,7 +58,7 @@ def launch(
 
     Args:
         kind: What `run` does.
-        given: What its launches read, beside what it allocates; the first is not None.
+        given: What its launches read, or write in place, beside what it allocates; the first is not None.
         made: What the caller has just allocated for its results. Their shapes and dtypes follow from all the others.
         options: All else that the launches depend on.
         run: Makes the launches on the device of the first tensor.
@@ -75,13 +75,13 @@ def launch(
 
 
 def replayed(kind: str, given: Sequence[Tensor | None], made: Sequence[Tensor | None], options: Hashable) -> bool:
-    """Make the launches of an earlier call with such tensors, as for `launch`; return False if there are none.
+    """Make the launches of an earlier call with such tensors, as for `launch`; return False if nothing was launched.
 
     For callers that would copy some of them first: those of a recorded call need no copies.
     """
     device = _device(given)
     tape = _TAPES.get(_key(kind, given, options)) if device.type == "cuda" else None
-    return tape is not None and replay(tape, (*given, *made), device)
+    return tape is not None and may_replay(device) and tape.replay((*given, *made), device)
 
 
 def find(kind: str, given: Sequence[Tensor | None], options: Hashable) -> tuple[bool, Tape | None]:
@@ -90,9 +90,9 @@ def find(kind: str, given: Sequence[Tensor | None], options: Hashable) -> tuple[
     return key in _TAPES, _TAPES.get(key)
 
 
-def replay(tape: Tape, tensors: Sequence[Tensor | None], device: torch.device) -> bool:
-    """Make the launches of a tape; return False, with nothing launched, where `launch` would run the call."""
-    return _is_current(device) and not overlaps(device) and not _hooked() and tape.replay(tensors, device)
+def may_replay(device: torch.device) -> bool:
+    """Whether a tape may be replayed here and now: not on another device, nor where launches overlap or are watched."""
+    return _is_current(device) and not overlaps(device) and not _hooked()
 
 
 def _key(kind: str, given: Sequence[Tensor | None], options: Hashable) -> Hashable:

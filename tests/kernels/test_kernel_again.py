@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lineate
 from lineate import again
-from lineate.call import Inputs
+from lineate.call import Inputs, Options, in_one_dtype, spread_decay
 
 RULES = {"GDN": GATED_DELTA, "KDA": KIMI_DELTA, "gated linear": GATED_LINEAR, "linear": LINEAR}
 SHAPE = Shape(1, 200, 2, 4, 64, 64)
@@ -64,9 +64,8 @@ def same(found, expected) -> bool:
 @pytest.mark.parametrize("rule", RULES)
 def test_rules(rule, state, forbid):
     op, inputs = RULES[rule].op, drawn(RULES[rule], state)
-    expected = thrice(lambda: op(**moved(inputs), **FORM))
     other = {name: x if name == "state" else x.flip(1) for name, x in inputs.items()}
-    turned = op(**{name: x.clone() for name, x in other.items()}, **FORM)
+    turned, expected, _ = (op(**moved(given), **FORM) for given in (other, inputs, inputs))
     assert not torch.equal(turned.output, expected.output)
     forbid()
     for _ in range(3):
@@ -110,6 +109,7 @@ def test_what_is_looked_at(forbid):
     inputs = drawn(GATED_DELTA)
     op = lineate.gated_delta_rule
     expected = thrice(lambda: op(**inputs, **FORM))
+    thrice(lambda: op(**inputs, scale=1.0, **FORM))  # 1.0 == True
     shifted = torch.empty(inputs["v"].numel() + 1, device="cuda", dtype=torch.bfloat16)[1:].view(inputs["v"].shape)
     gaps = torch.stack((inputs["k"],) * 2, -1)[..., 0]
     forbid()
@@ -121,8 +121,8 @@ def test_what_is_looked_at(forbid):
         "dtype": inputs | {"beta": inputs["beta"].double()},
         "no state": {name: x for name, x in inputs.items() if name != "state"},
         "device": inputs | {"beta": inputs["beta"].cpu()},
-        "option": inputs | {"scale": 1.0},
-        "its type": inputs | {"scale": 1},
+        "option": inputs | {"scale": 0.5},
+        "its type": inputs | {"scale": True},
         "bad option": inputs | {"scale": [1.0]},
         "no tensor": inputs | {"q": 1},
         "virtual": inputs | {"v": torch._neg_view(inputs["v"])},
@@ -138,6 +138,17 @@ def test_what_is_looked_at(forbid):
     with FlopCounterMode(display=False), pytest.raises(LookedAt):
         op(**inputs, **FORM)
     assert same(op(**inputs, **FORM), expected)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_state_of_another_dtype(dtype):
+    inputs = drawn(GATED_DELTA)
+    inputs["state"] = inputs["state"].to(dtype)
+    expected = lineate.gated_delta_rule(**inputs | {"state": inputs["state"].float()}, **FORM)
+    for _ in range(5):
+        assert same(lineate.gated_delta_rule(**moved(inputs), **FORM), expected)
 
 
 @pytest.mark.gpu
@@ -184,6 +195,46 @@ def test_after_inference_mode(forbid):
     assert not found.output.is_inference() and not found.state.is_inference()
 
 
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """Return the same values with gaps between them."""
+    return torch.stack((x, x), -1)[..., 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "repeated"),
+    [
+        (lambda x: x, True),
+        (lambda x: x._replace(state=None), True),
+        (lambda x: x._replace(state=x.state.bfloat16()), False),
+        (lambda x: x._replace(state=x.state.double()), False),
+        (lambda x: x._replace(state=apart(x.state)), False),
+        (lambda x: x._replace(q=x.q.bfloat16()), False),
+        (lambda x: x._replace(v=x.v.bfloat16()), False),
+        (lambda x: x._replace(k=apart(x.k)), False),
+        (lambda x: x._replace(log_decay=x.log_decay[0, 0]), False),
+        (lambda x: x._replace(beta=apart(x.beta)), False),
+        (lambda x: x._replace(cu_seqlens=torch.tensor([0, 64])), True),
+        (lambda x: x._replace(cu_seqlens=apart(torch.tensor([0, 64]))), False),
+    ],
+    ids=["plain", "no state", "bfloat16 state", "float64 state", "state apart", "bfloat16 q", "bfloat16 v", "k apart",
+         "constant decay", "beta apart", "packed", "bounds apart"],
+)  # fmt: skip
+def test_only_what_is_read_as_it_is_may_be_repeated(change, repeated, monkeypatch):
+    """Kernels of a repeated call get the caller's own memory."""
+    pytest.importorskip("triton")
+    kernels = importlib.import_module("lineate.kernels.ops")
+    kept = []
+    monkeypatch.setattr(kernels, "find", lambda kind, given, options: (True, object()))
+    monkeypatch.setattr(kernels, "remember", lambda form, run: kept.append(run))
+    q, k, v = (torch.ones(1, 64, 2, 16) for _ in range(3))
+    own = change(Inputs(q, k, v, torch.zeros(1, 64, 2), torch.ones(1, 64, 2), torch.zeros(1, 2, 16, 16)))
+    used = spread_decay(in_one_dtype(own))
+    if used.state is None:
+        used = used._replace(state=torch.zeros(1, 2, 16, 16))
+    kernels.remember_forward(("form",), own, used, Options(True, 1.0))
+    assert [run is not None for run in kept] == [repeated]
+
+
 def test_a_call_on_a_cpu_has_no_form():
     x = torch.ones(1, 8, 2, 16)
     assert again.form_of("linear_attention", Inputs(x, x, x), (None, "auto")) is None
@@ -210,3 +261,19 @@ def test_forms_are_remembered(no_forms, monkeypatch):
     assert found is not None and found[0].item() == 5
     again.forget()
     assert again.repeat((4,), [x]) is None
+
+
+def test_what_is_forgotten_may_remember(no_forms, monkeypatch):
+    """A finaliser that runs while a form is forgotten may itself make calls."""
+    monkeypatch.setattr(again, "MOST_FORMS", 1)
+
+    class Run:
+        def __call__(self, tensors):
+            return None
+
+        def __del__(self) -> None:
+            again.remember(("last",), None)
+
+    again.remember(("first",), Run())
+    again.remember(("second",), None)
+    assert not again.undecided(("last",))

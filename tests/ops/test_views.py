@@ -364,6 +364,16 @@ def test_tensors_of_other_kinds_do_not_reach_c():
     assert (output.shape, state.shape) == ((2, 1, 4, 5), (2, 4, 6, 5))
 
 
+@pytest.mark.parametrize("backend", ["torch", pytest.param("native", marks=needs_native)])
+def test_a_backward_of_other_kinds_of_tensors_after_their_mode(backend):
+    """The final state has no gradient; zeros in its place are of the same kind."""
+    with FakeTensorMode():
+        given = {name: torch.ones(x.shape, requires_grad=True) for name, x in inputs_of(GATED_DELTA).items()}
+        loss = lineate.gated_delta_rule(**given, form="chunkwise", backend=backend).output.sum()
+    loss.backward()
+    assert all(x.grad is not None and x.grad.shape == x.shape for x in given.values())
+
+
 # On a GPU, where the kernels really read memory.
 
 
