@@ -9,7 +9,7 @@ from lineate.native.build import c_function, why_not
 
 _SMALL = struct.Struct("10q")  # Small in small.c
 _ROWS = struct.Struct("7q")  # Rows in small.c
-_ROUND = struct.Struct("6q")  # Round in rounding.c
+_ROUND = struct.Struct("7q")  # Round in rounding.c
 
 
 def product(x: Tensor, codes: Tensor, scales: Tensor, out: int, bits: int, rounded: bool = False) -> Tensor:
@@ -56,16 +56,16 @@ def rows(codes: Tensor, scales: Tensor, ids: Tensor) -> Tensor:
     return y
 
 
-def best_scales(groups: Tensor, scales: Tensor) -> Tensor:
+def best_scales(groups: Tensor, scales: Tensor, zero: int) -> Tensor:
     """Return which of the scales `... candidates` of each group leaves the least squared error, int64 `... 1`.
 
-    groups `... 32` float32, dense, which are rounded to codes of -8 .. 7; scales float32.
+    groups `... 32` float32, dense, which are rounded to codes of -zero .. zero - 1; scales float32.
     """
     scales = scales.contiguous()
     best = torch.empty(*groups.shape[:-1], 1, dtype=torch.int64, device="cpu")
-    words = _ROUND.pack(
-        best.numel(), scales.shape[-1], torch.get_num_threads(), groups.data_ptr(), scales.data_ptr(), best.data_ptr()
-    )
-    wrong = c_function("round")(words)
+    addresses = groups.data_ptr(), scales.data_ptr(), best.data_ptr()
+    wrong = c_function("round")(
+        _ROUND.pack(best.numel(), scales.shape[-1], zero, torch.get_num_threads(), *addresses)
+    )  # fmt: skip
     assert not wrong, f"at most 32 candidates, got {scales.shape[-1]}"
     return best

@@ -136,7 +136,7 @@ def round_to_codes(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
             raise TooLargeError("must have finite numbers to be kept in fp8, got one that is not; correct the weight")
         return codes.view(torch.uint8), scales
     bits, groups = form.bits, x.detach().float().unflatten(-1, (-1, GROUP))
-    scales = _scales_8(groups) if bits == 8 else _scales_4(groups)
+    scales = _scales(groups, bits)
     if not scales.is_meta and not bool(scales.isfinite().all()):
         raise TooLargeError(
             f"must have finite numbers of at most {65504 * (127 if bits == 8 else 8.5):,.0f} in size to be kept in "
@@ -178,36 +178,35 @@ def _codes(groups: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return (groups * inverse).round_().clamp_(-zero, zero - 1).add_(zero).to(torch.uint8).flatten(-2), scales
 
 
-def _scales_8(groups: Tensor) -> Tensor:
-    """Return the scales that map the largest number to 127; a tiny one, of few bits in float16, is rounded up."""
-    largest = groups.abs().amax(-1)
-    scales = (largest / 127).half()
-    clips = (scales.float() * 127.5 < largest) & (scales < torch.finfo(torch.float16).tiny)
-    return (scales.view(torch.int16) + clips.to(torch.int16)).view(torch.float16)
+DIVISORS = {8: [127 - 0.5 * n for n in range(15)], 4: [0.125 * n - 8.5 for n in range(18)]}
+"""The scales that are tried for a group: its largest number divided by these. Whole numbers find the scale of a weight
+that was rounded before. With 4 bits some clip the largest number, and the sign matters, as codes go from -8 to 7."""
 
 
-CANDIDATES = 18
-"""Scales that are tried for a group of 4 bits, between those that use all codes and some that clip the largest."""
-
-
-def _scales_4(groups: Tensor) -> Tensor:
-    """Return the scales with the least squared error; codes go from -8 to 7, so that the sign of a scale matters."""
-    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))  # ... rows groups 1
-    divisors = torch.tensor([0.125 * n - 8.5 for n in range(CANDIDATES)], dtype=torch.float32, device=groups.device)
-    scales = (largest / divisors).half()
-    if groups.is_cpu and groups.numel() and is_eager(groups) and available():
-        best = native.best_scales(groups.contiguous(), scales.float())
+def _scales(groups: Tensor, bits: int) -> Tensor:
+    """Return the scales with the least squared error, of those that are tried."""
+    divisors = torch.tensor(DIVISORS[bits], dtype=torch.float32, device=groups.device)
+    if bits == 8:
+        scales = groups.abs().amax(-1, keepdim=True) / divisors
+        digits = (scales * 2**24).ceil_().clamp_(max=1024).mul_(2**-24)  # where float16 has few, it is not rounded down
+        scales = torch.maximum(scales, digits).half()
     else:
-        best = _best_scales(groups, scales.float())
+        largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))  # ... rows groups 1
+        scales = (largest / divisors).half()
+    zero = 1 << (bits - 1)
+    if groups.is_cpu and groups.numel() and is_eager(groups) and available():
+        best = native.best_scales(groups.contiguous(), scales.float(), zero)
+    else:
+        best = _best_scales(groups, scales.float(), zero)
     return scales.gather(-1, best)[..., 0]
 
 
-def _best_scales(groups: Tensor, scales: Tensor) -> Tensor:
+def _best_scales(groups: Tensor, scales: Tensor, zero: int) -> Tensor:
     """Return which of the scales `... candidates` leaves the least squared error of each group, `... 1`."""
     errors = []
     for n in range(scales.shape[-1]):
         factor = scales[..., n, None]
-        made = (groups * torch.where(factor == 0, 0, 1 / factor)).round_().clamp_(-8, 7).mul_(factor)
+        made = (groups * torch.where(factor == 0, 0, 1 / factor)).round_().clamp_(-zero, zero - 1).mul_(factor)
         errors.append(made.sub_(groups).square_().sum(-1))
     return torch.stack(errors, -1).nan_to_num(torch.inf).argmin(-1, keepdim=True)
 
