@@ -72,6 +72,7 @@ def test_one_rank_has_no_table_of_ranks() -> None:
     assert "receives" not in plan("tiny").stdout and "link" not in plan("tiny").stdout
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("words", [("--tensor", 2), ("--context-ranks", 4), ("--replicas", 1024), ("--fits",)])
 @pytest.mark.parametrize("columns", [80, 200])
 def test_tables_have_80_columns(words: tuple[Any, ...], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -344,7 +344,11 @@ def make_large(folder: Path, layers: int, vocab: int) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
-@pytest.mark.parametrize(("layers", "vocab"), [(26, 2048), (1, 2**17)], ids=["many layers", "a large embedding"])
+@pytest.mark.parametrize(
+    ("layers", "vocab"),
+    [pytest.param(26, 2048, marks=pytest.mark.slow), (1, 2**17)],
+    ids=["many layers", "a large embedding"],
+)
 def test_memory_grows_by_what_stays_and_one_block(layers, vocab, tmp_path):
     plain, small = make_large(tmp_path / "plain", layers, vocab)
     block = 60 * 2**20  # 2^22 numbers in float32, their codes, what rounding 2^18 of them takes, what malloc keeps
