@@ -55,8 +55,13 @@ def form_of(name: str, tensors: Sequence[Tensor | None], options: Sequence[objec
         elif type(x) not in PLAIN_TENSORS or (differentiable and x.requires_grad) or x.is_neg() or x._is_zerotensor():
             return None
         else:
-            parts += (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16)
+            parts.append(layout_of(x))
     return tuple(parts)
+
+
+def layout_of(x: Tensor) -> Form:
+    """Return all that launches depend on of one tensor, beside its address and values."""
+    return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16
 
 
 def repeat(form: Form | None, tensors: Sequence[Tensor | None]) -> Results | None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.again import form_of, repeat, undecided
+from lineate.again import form_of, repeat
 from lineate.call import Inputs, Options, Request, in_one_dtype, spread_bias, spread_decay, which_are_raw
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.ops import Attended, gated_delta_rule, kimi_delta_attention
@@ -120,8 +120,7 @@ def fused_delta_rule(
         options = Options(True, options.scale, normalize_qk, 64, float(beta_scale), raw_gates, bound)
         checks.check_decay(log_decay)
         output, final = kernels.chunkwise(inputs, options)
-        if form is not None and undecided(form):
-            kernels.remember_forward(form, tensors, inputs, options)
+        kernels.remember_forward(form, tensors, inputs, options)
         return Attended(output.to(given.dtype), final)
     log_decay, beta = activate(
         decay, rate, A_log, dt_bias, beta_scale, lower_bound=lower_bound, raw_gates=raw_gates

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
-from lineate.again import form_of, repeat, undecided
+from lineate.again import form_of, repeat
 from lineate.call import Inputs, Options, Request, in_one_dtype, spread_decay
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.forms.chunkwise import chunkwise
@@ -461,8 +461,7 @@ def _attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
         if plan.form == "recurrent":
             return Attended(*kernels.recurrent(inputs, options))
         attended = Attended(*kernels.chunkwise(inputs, options))
-        if form is not None and undecided(form):
-            kernels.remember_forward(form, tensors, inputs, options)
+        kernels.remember_forward(form, tensors, inputs, options)
         return attended
     run: Form = recurrent if plan.form == "recurrent" else parallel
     if plan.form == "chunkwise":  # inside a transform

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineate.again import Form, remember
+from lineate.again import Form, remember, undecided
 from lineate.call import Inputs, Options, Slots, which_are_raw
 from lineate.chunk_op import differentiate, save_states
 from lineate.kernels import pipeline as kernels
@@ -161,15 +161,17 @@ def chunkwise(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     return output, final
 
 
-def remember_forward(form: Form, tensors: Sequence[Tensor | None], inputs: Inputs, options: Options) -> None:
+def remember_forward(form: Form | None, tensors: Sequence[Tensor | None], inputs: Inputs, options: Options) -> None:
     """Let later calls of this form be repeated without gradients, once one is recorded.
 
     Args:
-        form: The form of the call (again.py).
+        form: The form of the call (again.py); None if it cannot be repeated.
         tensors: The call's own, in the order of Inputs; its state may be None.
         inputs: What it ran with.
         options: Likewise.
     """
+    if form is None or not undecided(form):
+        return
     state = inputs.state
     assert state is not None
     used = _in_order(inputs, state)

@@ -96,8 +96,7 @@ def may_replay(device: torch.device) -> bool:
 
 
 def _key(kind: str, given: Sequence[Tensor | None], options: Hashable) -> Hashable:
-    forms = [None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16) for x in given]
-    return kind, options, *forms
+    return kind, options, *(None if x is None else again.layout_of(x) for x in given)
 
 
 def _device(given: Sequence[Tensor | None]) -> torch.device:

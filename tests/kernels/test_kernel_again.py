@@ -48,6 +48,11 @@ def moved(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: x.clone() for name, x in inputs.items()}
 
 
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """Return the same values with gaps between them."""
+    return torch.stack((x, x), -1)[..., 0]
+
+
 def thrice(call):
     """Make a call as often as it takes to repeat it, and return what the first returned."""
     first, *_ = (call() for _ in range(3))
@@ -111,12 +116,11 @@ def test_what_is_looked_at(forbid):
     expected = thrice(lambda: op(**inputs, **FORM))
     thrice(lambda: op(**inputs, scale=1.0, **FORM))  # 1.0 == True
     shifted = torch.empty(inputs["v"].numel() + 1, device="cuda", dtype=torch.bfloat16)[1:].view(inputs["v"].shape)
-    gaps = torch.stack((inputs["k"],) * 2, -1)[..., 0]
     forbid()
     assert same(op(**inputs, **FORM), expected)
     others = {
         "shape": {name: x if name == "state" else x[:, :100] for name, x in inputs.items()},
-        "stride": inputs | {"k": gaps},
+        "stride": inputs | {"k": apart(inputs["k"])},
         "alignment": inputs | {"v": shifted.copy_(inputs["v"])},
         "dtype": inputs | {"beta": inputs["beta"].double()},
         "no state": {name: x for name, x in inputs.items() if name != "state"},
@@ -155,7 +159,7 @@ def test_a_state_of_another_dtype(dtype):
 @torch.no_grad()
 def test_a_call_that_copies_is_not_repeated(forbid):
     inputs = drawn(GATED_DELTA)
-    inputs["k"] = torch.stack((inputs["k"],) * 2, -1)[..., 0]
+    inputs["k"] = apart(inputs["k"])
     for _ in range(4):
         lineate.gated_delta_rule(**inputs, **FORM)
     forbid()
@@ -193,11 +197,6 @@ def test_after_inference_mode(forbid):
     forbid()
     found = lineate.gated_delta_rule(**inputs, **FORM)
     assert not found.output.is_inference() and not found.state.is_inference()
-
-
-def apart(x: torch.Tensor) -> torch.Tensor:
-    """Return the same values with gaps between them."""
-    return torch.stack((x, x), -1)[..., 0]
 
 
 @pytest.mark.parametrize(
