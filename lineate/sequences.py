@@ -23,6 +23,14 @@ def sequence_lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
     return lengths
 
 
+def copied_bounds(cu_seqlens: Tensor, device: torch.device | str) -> Tensor:
+    """Return bounds on a device, without waiting for it if their memory is pinned, nor when their lengths are read."""
+    copied = cu_seqlens.to(device, non_blocking=cu_seqlens.is_pinned())
+    if not cu_seqlens.is_cuda and may_be_kept(copied):
+        _KNOWN[copied] = copied._version, sequence_lengths(cu_seqlens)
+    return copied
+
+
 def may_be_kept(cu_seqlens: Tensor) -> bool:
     """Whether lengths may be cached; False on a CPU, where reading is free, and in graphs, which keep them for ever.
 

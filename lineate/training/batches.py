@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lineate.sequences import copied_bounds
 from lineate.training.tokens import JoinedSpans, TokenView, permutation
 
 NO_TARGET = -100
@@ -26,14 +27,18 @@ class Batch:
     """Whether the first sequence began on an earlier rank."""
 
     def to(self, device: torch.device | str) -> "Batch":
-        """Return the batch on a device.
+        """Return the batch on a device; if its memory is pinned, the CPU does not wait for the copy.
 
         Args:
             device: Where to.
         """
-        return replace(
-            self, ids=self.ids.to(device), targets=self.targets.to(device), cu_seqlens=self.cu_seqlens.to(device)
-        )
+        ids, targets = (x.to(device, non_blocking=x.is_pinned()) for x in (self.ids, self.targets))
+        return replace(self, ids=ids, targets=targets, cu_seqlens=copied_bounds(self.cu_seqlens, device))
+
+    def pinned(self) -> "Batch":
+        """Return the batch in memory that a GPU can copy by itself."""
+        ids, targets, cu_seqlens = (x.pin_memory() for x in (self.ids, self.targets, self.cu_seqlens))
+        return replace(self, ids=ids, targets=targets, cu_seqlens=cu_seqlens)
 
     def shard(self, rank: int, size: int) -> "Batch":
         """Return one rank's segment, tokens rank n / size to (rank + 1) n / size, with cu_seqlens of its own.

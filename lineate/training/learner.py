@@ -45,7 +45,7 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         made, pieces = self._ahead
         if made != self.step:
-            pieces = list(self.pieces(self.batches, self.step))
+            pieces = self._fetch(self.step)
         count = world.sum(torch.stack([(piece.targets != NO_TARGET).sum() for piece in pieces]).sum()).clamp(min=1)
         total = torch.zeros((), device=world.device)
         for piece in pieces:
@@ -54,7 +54,7 @@ class Learner:
             total += part.detach()
         world.finish_gradients(self.model)
         total = world.sum(total)
-        self._ahead = self.step + 1, list(self.pieces(self.batches, self.step + 1))
+        self._ahead = self.step + 1, self._fetch(self.step + 1)
         return total / count, count
 
     def pieces(self, batches: ShuffledBatches, step: int) -> Iterator[Batch]:
@@ -68,6 +68,11 @@ class Learner:
         for n in range(many):
             batch = batches.batch(step, world.data_rank * many + n, world.data_size * many)
             yield batch.shard(world.context_rank, world.context_size) if world.context_size > 1 else batch
+
+    def _fetch(self, step: int) -> list[Batch]:
+        """Return this rank's micro-batches of a step of training, ready to be copied to the device."""
+        pieces = self.pieces(self.batches, step)
+        return [piece.pinned() for piece in pieces] if self.world.device.type == "cuda" else list(pieces)
 
     def logits(self, piece: Batch) -> Tensor:
         """Return the logits `1 n vocab` of a micro-batch that is on the device.

@@ -7,12 +7,13 @@ import math
 import shlex
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from lineate.models import HybridLM
 from lineate.models.files.safetensors import write_tensors
@@ -36,9 +37,27 @@ class TrainingStopped(RuntimeError):
     """Training cannot go on; the message says why. Checkpoints that were saved before are complete."""
 
 
+class Unseen(NamedTuple):
+    """A step that was queued on a GPU and whose loss the CPU has not looked at yet."""
+
+    step: int
+    """Its number, from 0."""
+    lr: float
+    tokens: int
+    numbers: Tensor
+    """The loss and the norm of the gradients, on the CPU once `copied` has happened."""
+    copied: torch.cuda.Event | None
+    """None if they have been there from the start."""
+
+
 @dataclass(kw_only=True)
 class Trainer(Learner):
-    """A run between two steps: a learner with its folder, its reports and its checkpoints."""
+    """A run between two steps: a learner with its folder, its reports and its checkpoints.
+
+    With runs_ahead, the CPU queues the gradients of a step before it looks at the loss of the step before, so that the
+    GPU never waits for the CPU. An update is queued so that it changes nothing if the loss or the norm is not finite,
+    and a bad step stops the run or is skipped as it is without.
+    """
 
     report: RunReporter
     data: dict[str, int]
@@ -55,7 +74,12 @@ class Trainer(Learner):
     """Lowest validation loss so far."""
     skipped: int = 0
     """How many steps in a row, up to this one, were bad."""
+    runs_ahead: bool = False
+    """Whether train_step leaves the look at its loss to the next one, or to settle."""
     signals: Signals = field(default_factory=Signals)
+    _unseen: Unseen | None = None
+    _since: float = 0.0
+    """When the last step was looked at, or the first one after a pause began."""
 
     def begin(self) -> None:
         """Save the configuration and the tokenizer, open the metrics, and print what the run will do."""
@@ -92,6 +116,9 @@ class Trainer(Learner):
                 self._train()
             except Interrupted:
                 self.signals.busy = True  # so that the final checkpoint is not cut short
+                with suppress(Interrupted):  # at a bad step, which is then left out
+                    self.settle()
+                self.looked = min(self.looked, self.step)
                 if self.saved != self.step:
                     self.save()
                 raise TrainingStopped(f"stopped at step {self.step}; {self._how_to_go_on()}") from None
@@ -106,11 +133,13 @@ class Trainer(Learner):
             if self.looked == self.step:
                 self.train_step()
             last = self.step == config.steps
-            self._look(
-                last or _due(self.step, config.eval_every),
-                config.sample_every > 0 and (last or _due(self.step, config.sample_every)),
-            )
-            if (last or _due(self.step, config.save_every)) and self.saved != self.step:
+            evaluate = last or _due(self.step, config.eval_every)
+            sample = config.sample_every > 0 and (last or _due(self.step, config.sample_every))
+            save = (last or _due(self.step, config.save_every)) and self.saved != self.step
+            if evaluate or sample or save:
+                self.settle()
+            self._look(evaluate, sample)
+            if save:
                 self.save()
 
     def close(self) -> None:
@@ -120,27 +149,61 @@ class Trainer(Learner):
 
     def train_step(self) -> None:
         """Make one step of the optimiser."""
-        started, config = time.monotonic(), self.config
-        lr = config.learning_rate(self.step)
+        if self._unseen is None:
+            self._since = time.monotonic()
+        lr = self.config.learning_rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        with self.signals.stoppable():
-            mean, count = self.gradients()
-            loss, norm = float(mean), float(self.world.clip(self.model, config.clip or math.inf))
+        numbers, tokens = self._loss_and_norm()
+        while not self.settle():
+            numbers, tokens = self._loss_and_norm()  # again, as the look at a bad step has overwritten the gradients
+        if self.runs_ahead:
+            self.optimizer.found_inf = (~numbers.isfinite().all()).float()  # type: ignore[attr-defined]
+            self.optimizer.step()
+            self._unseen = Unseen(self.step, lr, tokens, *_copy_to_cpu(numbers))
+            self.step += 1
+            return
+        if bool(numbers.isfinite().all()):
+            self.optimizer.step()
+        self._unseen = Unseen(self.step, lr, tokens, numbers.cpu(), None)
+        self.step += 1
+        self.settle()
+
+    def settle(self) -> bool:
+        """Look at the loss of the last step, unless that is done, and report it.
+
+        Returns:
+            False if it was bad and was skipped; then the parameters' .grad are no longer those of a later step.
+        """
+        if self._unseen is None:
+            return True
+        (step, lr, tokens, numbers, copied), self._unseen = self._unseen, None
+        if copied is not None:
+            copied.synchronize()
+        loss, norm = numbers.tolist()
         good = math.isfinite(loss) and math.isfinite(norm)
         if good:
-            self.optimizer.step()
             self.skipped = 0
         else:
+            after, self.step = self.step, step
             self._bad_step(loss, norm)
-        self.step += 1
-        seconds, tokens = time.monotonic() - started, int(count)
+            self.step = after
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
         self.signals.took(seconds)
         values = (
-            {"step": self.step, "loss": loss, "lr": lr, "norm": norm} if good else {"step": self.step, "skipped": True}
+            {"step": step + 1, "loss": loss, "lr": lr, "norm": norm} if good else {"step": step + 1, "skipped": True}
         )
         self.report.write(values | {"tokens": tokens, "tokens_per_second": round(tokens / seconds, 1)})
-        self.report.step(self.step, loss, lr, tokens, seconds)
+        self.report.step(step + 1, loss, lr, tokens, seconds)
+        return good
+
+    def _loss_and_norm(self) -> tuple[Tensor, int]:
+        """Compute the gradients of this step and clip them; return the loss and their norm, and the tokens."""
+        with self.signals.stoppable():
+            mean, count = self.gradients()
+            norm = self.world.clip(self.model, self.config.clip or math.inf)
+            return torch.stack([mean.double(), norm.double()]), int(count)
 
     def save(self) -> bool:
         """Save a checkpoint of this step; return False if it could not be written."""
@@ -257,6 +320,17 @@ class Trainer(Learner):
             tensors = full_state(self.model) if self.model.ranks is None else whole_state(self.model)
             if self.world.is_main:
                 save(folder, tensors, _model_config(self.model))
+
+
+def _copy_to_cpu(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Begin to copy numbers to the CPU; return where to, and what happens when they are there (None: they are)."""
+    if not numbers.is_cuda:
+        return numbers, None
+    there = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+    there.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(numbers.device))
+    return there, copied
 
 
 def _model_config(model: HybridLM) -> dict[str, Any]:

@@ -70,6 +70,8 @@ def make_optimizer(
 class Muon(torch.optim.Optimizer):
     """Muon for the groups with muon=True, and AdamW for the others.
 
+    As in torch's fused optimisers, a step changes nothing if the tensor `found_inf`, which may be on a GPU, is 1.
+
     Args:
         groups: Parameter groups, each with "params", "weight_decay" and "muon".
         lr: Learning rate of both.
@@ -93,6 +95,8 @@ class Muon(torch.optim.Optimizer):
         for group, whole in zip(others, self._adamw.param_groups if self._adamw else (), strict=True):
             group.update(whole)  # options that AdamW's step reads
 
+        self.found_inf: Tensor | None = None
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Make one step; closures are not supported."""
@@ -100,6 +104,7 @@ class Muon(torch.optim.Optimizer):
         others = [group for group in self.param_groups if not group["muon"]]
         if self._adamw is not None:
             self._adamw.state, self._adamw.param_groups = self.state, others  # load_state_dict replaces both
+            self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
             self._adamw.step()
         for group in self.param_groups:
             if group["muon"]:
@@ -107,7 +112,8 @@ class Muon(torch.optim.Optimizer):
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
         """Step the matrices of a group; those of one shape are orthogonalised together, up to GATHERED_ELEMENTS."""
-        momentum = group["momentum"]
+        bad = None if self.found_inf is None else self.found_inf > 0
+        fresh = _unless(bad, 1 - group["momentum"], 0.0)
         shapes: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for x in group["params"]:
             if x.grad is None:
@@ -115,7 +121,9 @@ class Muon(torch.optim.Optimizer):
             state = self.state[x]
             if not state:
                 state["momentum"] = torch.zeros_like(x)
-            state["momentum"].lerp_(x.grad, 1 - momentum)
+            if bad is not None:
+                x.grad.masked_fill_(bad, 0.0)
+            state["momentum"].lerp_(x.grad, fresh)
             shapes.setdefault(tuple(x.shape[-2:]), []).append(x)
         for same in shapes.values():
             some: list[nn.Parameter] = []
@@ -136,8 +144,12 @@ class Muon(torch.optim.Optimizer):
             update = update.full_tensor() if isinstance(update, DTensor) else update
             updates.append(update.reshape(-1, *shape))
         parts = orthogonalize(torch.cat(updates)).split([len(update) for update in updates])
+        bad = None if self.found_inf is None else self.found_inf > 0
+        kept = _unless(bad, 1 - lr * group["weight_decay"], 1.0)
         for x, part in zip(matrices, parts, strict=True):
-            x.mul_(1 - lr * group["weight_decay"])
+            x.mul_(kept)
+            if bad is not None:
+                part.masked_fill_(bad, 0.0)
             x.add_(_like(part.view(x.shape), x), alpha=-lr * 0.2 * max(shape) ** 0.5)
 
 
@@ -157,6 +169,11 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return (x if wide else x.mT).to(matrices.dtype)
+
+
+def _unless(bad: Tensor | None, factor: float, instead: float) -> Any:
+    """Return a factor, or what is to be there instead if `bad`, a tensor with one element, is true."""
+    return factor if bad is None else torch.where(bad, instead, factor).float()
 
 
 def _like(whole: Tensor, x: Tensor) -> Tensor:

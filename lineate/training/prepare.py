@@ -151,6 +151,7 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: RunReporte
     trainer = Trainer(
         config=config, world=world, report=report, tokenizer=tokenizer, data=data, batches=batches,
         validation=validation, model=model, optimizer=optimizer, entropy=learn.unigram_entropy(),
+        runs_ahead=world.size == 1 and world.device.type == "cuda",
     )  # fmt: skip
     if saved is not None and state is not None:
         if by_ranks:
