@@ -10,7 +10,7 @@ import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,10 @@ from lineate.training.compiling import weigh
 from lineate.training.config import CONFIG_FILE
 from lineate.training.diagnosis import diagnose
 from lineate.training.learner import Learner
+from lineate.training.optim import can_be_called_off
 from lineate.training.report import RunReporter, plot_loss
 from lineate.training.stopping import Interrupted, Signals
+from lineate.training.unseen import Seen, Unseen
 
 MAX_SKIPPED_STEPS = 10
 """After this many bad steps in a row a run stops even with on_bad_loss="skip"."""
@@ -37,26 +39,14 @@ class TrainingStopped(RuntimeError):
     """Training cannot go on; the message says why. Checkpoints that were saved before are complete."""
 
 
-class Unseen(NamedTuple):
-    """A step that was queued on a GPU and whose loss the CPU has not looked at yet."""
-
-    step: int
-    """Its number, from 0."""
-    lr: float
-    tokens: int
-    numbers: Tensor
-    """The loss and the norm of the gradients, on the CPU once `copied` has happened."""
-    copied: torch.cuda.Event | None
-    """None if they have been there from the start."""
-
-
 @dataclass(kw_only=True)
 class Trainer(Learner):
     """A run between two steps: a learner with its folder, its reports and its checkpoints.
 
     With runs_ahead, the CPU queues the gradients of a step before it looks at the loss of the step before, so that the
     GPU never waits for the CPU. An update is queued so that it changes nothing if the loss or the norm is not finite,
-    and a bad step stops the run or is skipped as it is without.
+    and a bad step stops the run or is skipped as it is without. The first step is always waited for, since it makes the
+    optimiser's state, and so are all with an optimiser whose updates cannot be called off.
     """
 
     report: RunReporter
@@ -136,14 +126,13 @@ class Trainer(Learner):
             evaluate = last or _due(self.step, config.eval_every)
             sample = config.sample_every > 0 and (last or _due(self.step, config.sample_every))
             save = (last or _due(self.step, config.save_every)) and self.saved != self.step
-            if evaluate or sample or save:
-                self.settle()
             self._look(evaluate, sample)
             if save:
                 self.save()
 
     def close(self) -> None:
         """Close the report and leave the process group."""
+        self._report_unseen()
         self.report.close()
         self.world.close()
 
@@ -155,19 +144,19 @@ class Trainer(Learner):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         numbers, tokens = self._loss_and_norm()
-        while not self.settle():
+        if not self.settle():
             numbers, tokens = self._loss_and_norm()  # again, as the look at a bad step has overwritten the gradients
-        if self.runs_ahead:
+        ahead = self.runs_ahead and bool(self.optimizer.state) and can_be_called_off(self.optimizer)
+        if ahead:
             self.optimizer.found_inf = (~numbers.isfinite().all()).float()  # type: ignore[attr-defined]
             self.optimizer.step()
-            self._unseen = Unseen(self.step, lr, tokens, *_copy_to_cpu(numbers))
-            self.step += 1
-            return
-        if bool(numbers.isfinite().all()):
+            self.optimizer.found_inf = None  # type: ignore[attr-defined]
+        elif bool(numbers.isfinite().all()):
             self.optimizer.step()
-        self._unseen = Unseen(self.step, lr, tokens, numbers.cpu(), None)
+        self._unseen = Unseen(self.step, lr, tokens, numbers)
         self.step += 1
-        self.settle()
+        if not ahead:
+            self.settle()
 
     def settle(self) -> bool:
         """Look at the loss of the last step, unless that is done, and report it.
@@ -177,26 +166,39 @@ class Trainer(Learner):
         """
         if self._unseen is None:
             return True
-        (step, lr, tokens, numbers, copied), self._unseen = self._unseen, None
-        if copied is not None:
-            copied.synchronize()
-        loss, norm = numbers.tolist()
-        good = math.isfinite(loss) and math.isfinite(norm)
-        if good:
+        unseen, self._unseen = self._unseen, None
+        seen = unseen.look()
+        if seen.bad is None:
             self.skipped = 0
         else:
-            after, self.step = self.step, step
-            self._bad_step(loss, norm)
+            after, self.step = self.step, unseen.step
+            self._bad_step(seen.bad)
             self.step = after
+        self._report_step(unseen, seen)
+        return seen.bad is None
+
+    def _report_step(self, unseen: Unseen, seen: Seen) -> None:
+        """Write the metrics of a step, and show it."""
         now = time.monotonic()
         seconds, self._since = now - self._since, now
         self.signals.took(seconds)
-        values = (
-            {"step": step + 1, "loss": loss, "lr": lr, "norm": norm} if good else {"step": step + 1, "skipped": True}
-        )
-        self.report.write(values | {"tokens": tokens, "tokens_per_second": round(tokens / seconds, 1)})
-        self.report.step(step + 1, loss, lr, tokens, seconds)
-        return good
+        step, tokens = unseen.step + 1, unseen.tokens
+        values = {"loss": seen.loss, "lr": unseen.lr, "norm": seen.norm} if seen.bad is None else {"skipped": True}
+        speed = {"tokens": tokens, "tokens_per_second": round(tokens / seconds, 1)}
+        self.report.write({"step": step} | values | speed)
+        self.report.step(step, seen.loss, unseen.lr, tokens, seconds)
+
+    def _report_unseen(self) -> None:
+        """Report the last step if nobody has looked at it, without diagnosis: the run ends with another error."""
+        if self._unseen is None:
+            return
+        unseen, self._unseen = self._unseen, None
+        with suppress(RuntimeError):  # where the GPU has failed, which is the error that the run ends with
+            seen = unseen.look()
+            if seen.bad is None:
+                self._report_step(unseen, seen)
+            else:
+                self.report.warn(f"{seen.bad} is not finite at step {unseen.step + 1}, which changed nothing")
 
     def _loss_and_norm(self) -> tuple[Tensor, int]:
         """Compute the gradients of this step and clip them; return the loss and their norm, and the tokens."""
@@ -207,6 +209,7 @@ class Trainer(Learner):
 
     def save(self) -> bool:
         """Save a checkpoint of this step; return False if it could not be written."""
+        self.settle()
         self._check_saveable()
         folder = Path(self.config.out) / "checkpoints"
         busy, self.signals.busy = self.signals.busy, True
@@ -236,9 +239,8 @@ class Trainer(Learner):
         checkpoint.write_json(folder / CONFIG_FILE, _model_config(self.model))
         self.tokenizer.save(folder)
 
-    def _bad_step(self, loss: float, norm: float) -> None:
+    def _bad_step(self, what: str) -> None:
         """Say what is not finite; then stop the run, or skip this step."""
-        what = f"the loss ({loss})" if not math.isfinite(loss) else f"the norm of the gradients ({norm})"
         with self.signals.stoppable():
             where, values = diagnose(self)
         message = f"{what} is not finite at step {self.step + 1}; {where}"
@@ -257,6 +259,7 @@ class Trainer(Learner):
         sample = sample and self.world.context_size == 1 and (self.world.is_main or not alone)
         loss, text = None, None
         if evaluate or sample:
+            self.settle()
             with self.signals.stoppable():
                 loss = self.evaluate() if evaluate else None
                 text = self.sample() if sample else None
@@ -277,7 +280,8 @@ class Trainer(Learner):
     def _give_up(self) -> None:
         """Print where to resume, before the process is ended in the middle of a step."""
         self.report.hide()
-        print(f"lineate: stopped at once after step {self.step}; {self._how_to_go_on()}", file=sys.stderr, flush=True)
+        done = self.step if self._unseen is None else self._unseen.step
+        print(f"lineate: stopped at once after step {done}; {self._how_to_go_on()}", file=sys.stderr, flush=True)
 
     def _finish(self) -> None:
         """Save the model and plot the loss."""
@@ -320,17 +324,6 @@ class Trainer(Learner):
             tensors = full_state(self.model) if self.model.ranks is None else whole_state(self.model)
             if self.world.is_main:
                 save(folder, tensors, _model_config(self.model))
-
-
-def _copy_to_cpu(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Begin to copy numbers to the CPU; return where to, and what happens when they are there (None: they are)."""
-    if not numbers.is_cuda:
-        return numbers, None
-    there = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
-    there.copy_(numbers, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(numbers.device))
-    return there, copied
 
 
 def _model_config(model: HybridLM) -> dict[str, Any]:

@@ -67,6 +67,12 @@ def make_optimizer(
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=_fused(groups))
 
 
+def can_be_called_off(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step changes nothing if the tensor `found_inf` of the optimiser is 1: Muon and fused AdamW."""
+    plain = [group for group in optimizer.param_groups if not group.get("muon")]
+    return type(optimizer) in (Muon, torch.optim.AdamW) and all(group.get("fused") for group in plain)
+
+
 class Muon(torch.optim.Optimizer):
     """Muon for the groups with muon=True, and AdamW for the others.
 
@@ -113,7 +119,7 @@ class Muon(torch.optim.Optimizer):
     def _step_matrices(self, group: dict[str, Any]) -> None:
         """Step the matrices of a group; those of one shape are orthogonalised together, up to GATHERED_ELEMENTS."""
         bad = None if self.found_inf is None else self.found_inf > 0
-        fresh = _unless(bad, 1 - group["momentum"], 0.0)
+        fresh = _unless(bad, 1 - group["momentum"], 0.0, group["params"][0].dtype)
         shapes: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for x in group["params"]:
             if x.grad is None:
@@ -145,7 +151,7 @@ class Muon(torch.optim.Optimizer):
             updates.append(update.reshape(-1, *shape))
         parts = orthogonalize(torch.cat(updates)).split([len(update) for update in updates])
         bad = None if self.found_inf is None else self.found_inf > 0
-        kept = _unless(bad, 1 - lr * group["weight_decay"], 1.0)
+        kept = _unless(bad, 1 - lr * group["weight_decay"], 1.0, matrices[0].dtype)
         for x, part in zip(matrices, parts, strict=True):
             x.mul_(kept)
             if bad is not None:
@@ -171,9 +177,12 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     return (x if wide else x.mT).to(matrices.dtype)
 
 
-def _unless(bad: Tensor | None, factor: float, instead: float) -> Any:
-    """Return a factor, or what is to be there instead if `bad`, a tensor with one element, is true."""
-    return factor if bad is None else torch.where(bad, instead, factor).float()
+def _unless(bad: Tensor | None, factor: float, instead: float, dtype: torch.dtype) -> Any:
+    """Return a factor for tensors of a dtype, or what is to be there instead if `bad`, with one element, is true."""
+    if bad is None:
+        return factor
+    wide = torch.promote_types(dtype, torch.float32)
+    return torch.full((), factor, dtype=wide, device=bad.device).masked_fill(bad, instead)
 
 
 def _like(whole: Tensor, x: Tensor) -> Tensor:
