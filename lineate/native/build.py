@@ -34,7 +34,10 @@ NATIVE = Code(
         _FOLDER / f"{name}.c"
         for name in ("choice", "chunkwise", "float8", "halves", "layers", "rounding", "small", "step", "threads")
     ),
-    tuple(_FOLDER / f"{name}.h" for name in ("product_neon", "products", "small_neon", "threads", "vectors")),
+    tuple(
+        _FOLDER / f"{name}.h"
+        for name in ("product_avx512", "product_neon", "products", "small_neon", "threads", "vectors")
+    ),
 )
 """The native backend."""
 _FLAGS = ("-O3", "-std=c11", "-D_GNU_SOURCE", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")

@@ -439,10 +439,9 @@ int lineate_glu_backward(const Glu *a) {
 // ---- products of few rows --------------------------------------------------------------------------------------------
 
 // A tile is so many rows of the weight by so many of x: its sums stay in registers. On ARM processors a single row of x
-// takes fewer rows of the weight (ALONE, ALONE_HALVES of 16 bits), whose lines come from memory in better order; eight
-// rows have code of their own (product_neon.h).
+// takes fewer rows of the weight (ALONE, ALONE_HALVES of 16 bits), whose lines come from memory in better order. Eight
+// rows have code of their own (product_neon.h, product_avx512.h).
 #if defined(__ARM_NEON) && defined(__aarch64__)
-#include "product_neon.h"
 enum { TILE_WEIGHTS = 4, TILE_ROWS = 4, ALONE = 1, ALONE_HALVES = 2 };
 #elif defined(__AVX512F__)
 enum { TILE_WEIGHTS = 4, TILE_ROWS = 4, ALONE = 4, ALONE_HALVES = 4 };
@@ -654,12 +653,30 @@ INLINE int product_scaled(const Product *a, i64 first) { return 0; }
 // Eight rows of x, which lineate_product_arrange has laid out, times rows first .. last of the weight, three at a time;
 // returns the first row of the weight that is left. A block of columns of x stays in the nearest cache meanwhile.
 #if defined(__ARM_NEON) && defined(__aarch64__)
-enum { TAKES_MANY = 1, MANY_ROWS = SUM_ROWS, NEAR_COLUMNS = 1024 };  // columns of a block
-enum { MOST_WEIGHTS = 72 };                                          // of a unit whose rows have more columns
+#include "product_neon.h"
+enum { TAKES_MANY = 1 };
+#elif defined(__AVX512F__)
+#include "product_avx512.h"
+enum { TAKES_MANY = 1 };
+#else
+enum { TAKES_MANY = 0, SUM_ROWS = 8, SUM_WEIGHTS = 3 };
+#endif
+enum { MANY_WEIGHTS = 4 * SUM_WEIGHTS, UNIT_ELEMENTS = 65536 };  // a unit has whole groups of so many rows of the weight
+
+INLINE int takes_many(const Product *a) { return TAKES_MANY && a->rows >= SUM_ROWS && a->size >= 2 * LANES; }
+
+INLINE i64 product_weights(const Product *a) {  // rows of the weight of a unit: whole tiles
+    const i64 tile = takes_many(a) ? MANY_WEIGHTS : TILE_WEIGHTS;
+    return tile * (1 + UNIT_ELEMENTS / (tile * most(a->size, 1)));
+}
+
+#if defined(__ARM_NEON) && defined(__aarch64__) || defined(__AVX512F__)
+// rows of the weight of a unit that has several blocks
+enum { MOST_WEIGHTS = MANY_WEIGHTS * (1 + UNIT_ELEMENTS / (MANY_WEIGHTS * NEAR_COLUMNS)) };
 INLINE i64 product_many(const Product *a, i64 row, i64 first, i64 last, int kind) {
     const i64 columns = a->size / SUM_COLUMNS * SUM_COLUMNS, bytes = kind == FLOAT32 ? 4 : 2;
     const char *weight = (const char *)a->weight;
-    float sums[MOST_WEIGHTS / SUM_WEIGHTS][SUM_ROWS][SUM_WEIGHTS][LANES];
+    float sums[MOST_WEIGHTS / SUM_WEIGHTS][SUM_ROWS][SUM_WEIGHTS][LANES] __attribute__((aligned(64)));
     const i64 end = first + (last - first) / SUM_WEIGHTS * SUM_WEIGHTS;
     for (i64 c = 0; c < columns; c += NEAR_COLUMNS)
         for (i64 j = first; j < end; j += SUM_WEIGHTS) {
@@ -693,16 +710,13 @@ static void arrange_rows(const void *call, i64 group) {
         for (int i = 0; i < SUM_ROWS; i++, to += LANES) store(to, load(from + i * a->size + c, LANES), LANES);
 }
 #else
-enum { TAKES_MANY = 0, MANY_ROWS = 8 };
 INLINE i64 product_many(const Product *a, i64 row, i64 first, i64 last, int kind) { return first; }
 static void arrange_rows(const void *call, i64 group) {}
 #endif
 
-INLINE int takes_many(const Product *a) { return TAKES_MANY && a->rows >= MANY_ROWS && a->size >= 2 * LANES; }
-
 int lineate_product_arrange(const Product *a) {
     if (takes_many(a)) {
-        lineate_spread(arrange_rows, a, a->rows / MANY_ROWS, a->rows * a->size, a->threads);
+        lineate_spread(arrange_rows, a, a->rows / SUM_ROWS, a->rows * a->size, a->threads);
         return 1;
     }
     if (!SCALES_ROWS || a->kind != FLOAT16 || a->rows != 1) return 0;
@@ -712,11 +726,6 @@ int lineate_product_arrange(const Product *a) {
         fits &= a->x[c] < 0x1p15f && a->x[c] > -0x1p15f;
     }
     return fits;
-}
-
-INLINE i64 product_weights(const Product *a) {  // rows of the weight of a unit: whole tiles
-    const i64 tile = takes_many(a) ? 12 : TILE_WEIGHTS;
-    return tile * (1 + 65536 / (tile * most(a->size, 1)));
 }
 
 // Rows of x from `from` on, times all rows of the weight of a unit.
@@ -748,10 +757,10 @@ INLINE void product_unit(const Product *a, i64 unit, int kind) {
     const i64 size = product_weights(a), begin = unit * size, end = least(begin + size, a->out);
     i64 row = 0;
     if (takes_many(a) && a->arranged)
-        for (; row + MANY_ROWS <= a->rows; row += MANY_ROWS) {
+        for (; row + SUM_ROWS <= a->rows; row += SUM_ROWS) {
             const i64 left = product_many(a, row, begin, end, kind);
             for (i64 j = left; j < end; j++)
-                for (i64 i = row; i < row + MANY_ROWS; i++) product_alone(a, i, j, 1, kind);
+                for (i64 i = row; i < row + SUM_ROWS; i++) product_alone(a, i, j, 1, kind);
         }
     if (row < a->rows) product_few(a, row, begin, end, kind);
 }
@@ -780,7 +789,7 @@ int lineate_product(const Product *a) {
     Product call = *a;
     call.arranged = takes_many(a) ? aligned_alloc(64, blocks(a->rows * a->size * (i64)sizeof(float), 64) * 64) : NULL;
     if (call.arranged) lineate_product_arrange(&call);
-    const i64 elements = a->out * a->size * most(a->rows / MANY_ROWS, 1);
+    const i64 elements = a->out * a->size * most(a->rows / SUM_ROWS, 1);
     lineate_spread(lineate_product_unit, &call, lineate_product_units(&call), elements, a->threads);
     free(call.arranged);
     return 0;

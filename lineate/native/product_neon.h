@@ -6,6 +6,7 @@
 #include "vectors.h"
 
 enum { SUM_ROWS = 8, SUM_WEIGHTS = 3, SUM_COLUMNS = 8 };  // of x, of the weight; columns of a step
+enum { NEAR_COLUMNS = 1024 };                             // of x, which stay in the nearest cache
 
 // Registers: sums 0 .. 23, the weight's rows 24 25 26 and, as they are stored in 16 bits, 27 28 29, x 30 31.
 #define ADD(first, second, w)                                                                     \

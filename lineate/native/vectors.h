@@ -44,10 +44,12 @@ INLINE void store(float *x, vec y, i64 n) {
         memcpy(x, &y, n * sizeof(float));
 }
 
-// bfloat16 as float32. gcc widens a vector of 64 bits number by number, so NEON is told how.
+// bfloat16 as float32. gcc widens a vector of 64 bits number by number, and one of 256 bits by halves, so it is told how.
 INLINE vec widen_bfloat16(half_vec x) {
 #if defined(__ARM_NEON)
     return (vec)vshlq_n_u32(vmovl_u16((uint16x4_t)x), 16);
+#elif defined(__AVX512F__)
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16);
 #else
     return (vec)(__builtin_convertvector(x, uvec) << 16);
 #endif
