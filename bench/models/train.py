@@ -101,7 +101,7 @@ def make_step(model: HybridLM, ids: Tensor, bounds: Tensor) -> Callable[[], Tens
     return step
 
 
-def busy_ms(step: Callable[[], Tensor], steps: int = 3) -> float:
+def busy_ms(step: Callable[[], object], steps: int = 3) -> float:
     """Return the milliseconds of a step in which the GPU runs a kernel."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         for _ in range(steps):

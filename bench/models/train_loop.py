@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from bench.models.train import busy_ms
 from bench.timing import show
 from lineate.training.config import TrainConfig
 from lineate.training.loop import Trainer
@@ -51,13 +52,6 @@ def step_ms(trainer: Trainer, way: str, steps: int) -> float:
     return (time.perf_counter() - begin) / steps * 1e3
 
 
-def busy_ms(trainer: Trainer, steps: int = 3) -> float:
-    """Return the milliseconds of a step in which the GPU runs a kernel or copies."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        step_ms(trainer, "ahead", steps)
-    return sum(x.self_device_time_total for x in found.key_averages()) / steps / 1e3
-
-
 def measure(folder: Path, pattern: str, optimizer: str, rows: int, rounds: int, steps: int) -> dict[str, Any]:
     config = TrainConfig(
         out=str(folder / f"{pattern}-{optimizer}"), model="compact", pattern=pattern, data=(str(folder / "texts"),),
@@ -71,7 +65,7 @@ def measure(folder: Path, pattern: str, optimizer: str, rows: int, rounds: int, 
     for n in range(rounds):
         for way in WAYS if n % 2 else WAYS[::-1]:
             times[way].append(step_ms(trainer, way, steps))
-    busy = busy_ms(trainer)
+    busy = busy_ms(trainer.train_step)
     trainer.close()
     return {"pattern": pattern, "optimizer": optimizer, "tokens": rows * LENGTH, "busy_ms": busy, "all_ms": times} | {
         f"{way}_ms": statistics.median(times[way]) for way in WAYS

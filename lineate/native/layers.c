@@ -650,16 +650,15 @@ enum { SCALES_ROWS = 0, MOST_LARGE = 0 };
 INLINE int product_scaled(const Product *a, i64 first) { return 0; }
 #endif
 
-// Eight rows of x, which lineate_product_arrange has laid out, times rows first .. last of the weight, three at a time;
-// returns the first row of the weight that is left. A block of columns of x stays in the nearest cache meanwhile.
 #if defined(__ARM_NEON) && defined(__aarch64__)
 #include "product_neon.h"
-enum { TAKES_MANY = 1 };
+#define TAKES_MANY 1
 #elif defined(__AVX512F__)
 #include "product_avx512.h"
-enum { TAKES_MANY = 1 };
+#define TAKES_MANY 1
 #else
-enum { TAKES_MANY = 0, SUM_ROWS = 8, SUM_WEIGHTS = 3 };
+#define TAKES_MANY 0
+enum { SUM_ROWS = 8, SUM_WEIGHTS = 3 };
 #endif
 enum { MANY_WEIGHTS = 4 * SUM_WEIGHTS, UNIT_ELEMENTS = 65536 };  // a unit has whole groups of so many rows of the weight
 
@@ -670,9 +669,12 @@ INLINE i64 product_weights(const Product *a) {  // rows of the weight of a unit:
     return tile * (1 + UNIT_ELEMENTS / (tile * most(a->size, 1)));
 }
 
-#if defined(__ARM_NEON) && defined(__aarch64__) || defined(__AVX512F__)
+#if TAKES_MANY
 // rows of the weight of a unit that has several blocks
 enum { MOST_WEIGHTS = MANY_WEIGHTS * (1 + UNIT_ELEMENTS / (MANY_WEIGHTS * NEAR_COLUMNS)) };
+
+// Eight rows of x, which lineate_product_arrange has laid out, times rows first .. last of the weight, three at a time;
+// returns the first row of the weight that is left. A block of columns of x stays in the nearest cache meanwhile.
 INLINE i64 product_many(const Product *a, i64 row, i64 first, i64 last, int kind) {
     const i64 columns = a->size / SUM_COLUMNS * SUM_COLUMNS, bytes = kind == FLOAT32 ? 4 : 2;
     const char *weight = (const char *)a->weight;

@@ -123,15 +123,15 @@ class Trainer(Learner):
             if self.looked == self.step:
                 self.train_step()
             last = self.step == config.steps
-            evaluate = last or _due(self.step, config.eval_every)
-            sample = config.sample_every > 0 and (last or _due(self.step, config.sample_every))
-            save = (last or _due(self.step, config.save_every)) and self.saved != self.step
-            self._look(evaluate, sample)
-            if save:
+            self._look(
+                last or _due(self.step, config.eval_every),
+                config.sample_every > 0 and (last or _due(self.step, config.sample_every)),
+            )
+            if (last or _due(self.step, config.save_every)) and self.saved != self.step:
                 self.save()
 
     def close(self) -> None:
-        """Close the report and leave the process group."""
+        """Report the last step if that was not done, close the report and leave the process group."""
         self._report_unseen()
         self.report.close()
         self.world.close()

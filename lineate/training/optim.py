@@ -135,13 +135,13 @@ class Muon(torch.optim.Optimizer):
             some: list[nn.Parameter] = []
             for x in same:
                 if some and sum(y.numel() for y in some) + x.numel() > GATHERED_ELEMENTS:
-                    self._move(some, group)
+                    self._move(some, group, bad)
                     some = []
                 some.append(x)
-            self._move(some, group)
+            self._move(some, group, bad)
 
-    def _move(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Orthogonalise the updates of matrices of one shape and apply them."""
+    def _move(self, matrices: list[nn.Parameter], group: dict[str, Any], bad: Tensor | None) -> None:
+        """Orthogonalise the updates of matrices of one shape and apply them, unless `bad` is true."""
         shape, lr, momentum = matrices[0].shape[-2:], group["lr"], group["momentum"]
         updates = []
         for x in matrices:
@@ -150,7 +150,6 @@ class Muon(torch.optim.Optimizer):
             update = update.full_tensor() if isinstance(update, DTensor) else update
             updates.append(update.reshape(-1, *shape))
         parts = orthogonalize(torch.cat(updates)).split([len(update) for update in updates])
-        bad = None if self.found_inf is None else self.found_inf > 0
         kept = _unless(bad, 1 - lr * group["weight_decay"], 1.0, matrices[0].dtype)
         for x, part in zip(matrices, parts, strict=True):
             x.mul_(kept)
