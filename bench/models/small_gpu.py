@@ -168,14 +168,15 @@ def measure_product(
 
     call: Callable[[], Any] = run
     if args.device != "cpu":
+        from lineate.generation.capturing import capture_stream, captured
         from lineate.layers.gpu import overlapping
 
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream = capture_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), overlapping():
             run()
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph, stream=stream), overlapping():
+        with captured(torch.device(args.device)) as graph, overlapping():
             run()
         call = graph.replay
     us = 1e3 * median_ms(call, args.rounds, args.device) / copies

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bench.timing import Call
+from lineate.generation.capturing import captured
 
 WARM_UP = 3
 AT_MOST = 64  # the most calls in one graph
@@ -87,8 +88,7 @@ def graph_replays(calls: Sequence[Call], expected_ms: float, seconds: float) -> 
             call()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured(torch.device("cuda")) as graph:
         for _ in range(rounds):
             for call in calls:
                 call()

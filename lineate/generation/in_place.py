@@ -6,13 +6,12 @@ A step that allocates nothing that outlives it, and that never waits for the dev
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lineate.generation.capturing import CAPTURES, capture_stream, captured
 from lineate.layers import LayerState, Memory
 from lineate.layers.formats import AS_COMPUTED, StateFormat
 from lineate.layers.gpu import overlapping
@@ -25,8 +24,6 @@ WINDOW_STEP = 1024
 
 Tensors = Mapping[int, Mapping[str, Tensor]]
 """Tensors by layer and name."""
-
-_capturing = Lock()  # all captures use one stream
 
 
 def state_in_place(
@@ -133,16 +130,15 @@ def capture_all(
         device: The device.
         pool: The memory of the graphs' intermediate results, shared with other graphs.
     """
-    with _capturing, torch.cuda.device(device):
-        stream, current = _capture_stream(device), torch.cuda.current_stream()
+    with CAPTURES, torch.cuda.device(device):
+        stream, current = capture_stream(torch.cuda.current_device()), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream), overlapping():
             try_out(lambda: [step() for step in steps], changing)
         current.wait_stream(stream)
         graphs = []
         for step in steps:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"), overlapping():
+            with captured(device, pool) as graph, overlapping():
                 results = step()
             graphs.append(Graph(graph, results))
     return graphs
@@ -160,12 +156,6 @@ def try_out(step: Callable[[], object], changing: list[Tensor]) -> None:
         finally:
             for x, before in zip(changing, kept, strict=True):
                 x.copy_(before)
-
-
-@cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream for all captures; each stream would keep its own workspace for matrix products."""
-    return torch.cuda.Stream(device)
 
 
 def round_up(n: int, unit: int) -> int:
