@@ -15,7 +15,6 @@ from torch import Tensor
 from lineate import checks
 from lineate.call import Inputs, Options, Slots, in_one_dtype, spread_decay, which_are_raw
 from lineate.dispatch import (
-    KNOWN_AT_MOST,
     TRANSFORMED,
     TRITON_WIDTH,
     Signature,
@@ -24,6 +23,7 @@ from lineate.dispatch import (
     resolve_scale,
     select_rule,
 )
+from lineate.recent import RecentlyUsed
 from lineate.rounding import NEAREST, ROUNDINGS, STOCHASTIC, round_memory
 from lineate.rule import activate, compute_dtype, full_precision, normalize, step
 from lineate.slot_checks import check_decode_state, check_seeds, check_slot_values, check_slots
@@ -120,8 +120,8 @@ def decode(
                 beta_scale=beta_scale, lower_bound=lower_bound, rounding=rounding, seeds=seeds, backend=backend,
             ).to(v.dtype)  # fmt: skip
         known = _check_and_choose(inputs, where, _Request(*request))
-        if signature is not None and len(KNOWN) < KNOWN_AT_MOST:
-            KNOWN[signature] = known
+        if signature is not None:
+            KNOWN.put(signature, known)
     chosen, options = known
     if signature is not None:
         return _decode(inputs, where, options, chosen)
@@ -285,7 +285,7 @@ def _at_least_4d(x: Tensor) -> Tensor:
 
 # The backend and the options of calls that passed every check, by all that these depend on: decoding makes the same
 # call for every token of every layer.
-KNOWN: dict[Signature, tuple[str, Options]] = {}
+KNOWN: RecentlyUsed[Signature, tuple[str, Options]] = RecentlyUsed(1024)
 
 
 def _check_and_choose(inputs: Inputs, where: Slots, request: _Request) -> tuple[str, Options]:

@@ -12,6 +12,7 @@ from lineate.again import PLAIN_OPTIONS
 from lineate.call import Inputs, Options, Request, in_one_dtype, spread_decay
 from lineate.native.build import why_not
 from lineate.processor import why_wide
+from lineate.recent import RecentlyUsed
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
 from lineate.tracing import PLAIN_TENSORS, constant_in_graphs, needs_grad, recorded, transformed
 from lineate.zeros import read_zeros
@@ -206,8 +207,7 @@ def select_rule(log_decay: Tensor | None, beta: Tensor | None) -> Rule:
 
 # Plans and options of calls that passed every check, by all that they depend on: decoding makes the same call for every
 # token, and looking at it again would take a fifth of the step.
-KNOWN: dict[Signature, tuple[Plan, Options]] = {}
-KNOWN_AT_MOST = 1024
+KNOWN: RecentlyUsed[Signature, tuple[Plan, Options]] = RecentlyUsed(1024)
 
 
 def call_signature(tensors: tuple[Tensor | None, ...], options: tuple[object, ...]) -> Signature | None:
@@ -235,8 +235,9 @@ def check_and_resolve(rule: Rule, inputs: Inputs, request: Request) -> tuple[Pla
         signature = call_signature(inputs[:7], request)
     if signature is not None:
         signature = (rule.name, *signature)
-        if signature in KNOWN:
-            return KNOWN[signature]
+        known = KNOWN.get(signature)
+        if known is not None:
+            return known
     q, k, v, log_decay, beta, state, cu_seqlens = inputs[:7]
     checks.check_choice("form", request.form, FORMS)
     checks.check_choice("backend", request.backend, BACKENDS)
@@ -264,8 +265,8 @@ def check_and_resolve(rule: Rule, inputs: Inputs, request: Request) -> tuple[Pla
     )
     plan = resolve(rule, facts, request)
     options = Options(rule.corrects, resolve_scale(request.scale, key_dim), request.normalize_qk, plan.chunk_size)
-    if signature is not None and len(KNOWN) < KNOWN_AT_MOST:
-        KNOWN[signature] = plan, options
+    if signature is not None:
+        KNOWN.put(signature, (plan, options))
     return plan, options
 
 
