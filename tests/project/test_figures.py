@@ -142,7 +142,8 @@ def test_readme():
         row for row in _results("models-gpu-h200.json")["results"]
         if (row["model"], row["what"]) == ("GGGA", "decode 1 rows after 1024")
     ]  # fmt: skip
-    gdn, few, kda = "gdn {} 1,32768,16,64", "gdn forward 1,32768,2,8", "kda forward from raw gates 1,8192,96,96"
+    trained = "gdn forward+backward 1,32768,16,64"
+    again = [row for run in _results("gpu-h200-again.json")["runs"] for row in run["results"]]
     wanted = {
         "Gated DeltaNet, 2048 tokens, forward": [
             _cpu(*n1, who, "forward") for who in ("lineate", "transformers")
@@ -157,22 +158,22 @@ def test_readme():
         "Kimi Delta Attention, 2048 tokens, forward": [
             _cpu("neoverse-n1", "kda", who, "forward") for who in ("lineate", "transformers")
         ],
-        "Gated DeltaNet 1, 32768, 16, 64, forward": [
-            _gpu(gdn.format("forward"), who)["graph_ms"] for who in ("ours", "fla")
-        ],
+        "Gated DeltaNet 1, 32768, 16, 64, forward": _flashinfer("1x32768, 16/64"),
+        "Gated DeltaNet 1, 8192, 16, 32, forward": _flashinfer("1x8192, 16/32"),
+        "Gated DeltaNet 4 packed of 8192, 16, 64, forward": _flashinfer("4x8192, 16/64"),
         "Gated DeltaNet 1, 32768, 16, 64, forward+backward": [
-            _gpu(gdn.format("forward+backward"), who)["graph_ms"] for who in ("ours", "fla")
+            *(row["graph_ms"] for row in again if (row["case"], row["who"]) == (trained, "ours")),
+            _gpu(trained, "fla")["graph_ms"],
         ],
-        "Kimi Delta Attention from raw gates 1, 8192, 96, 96, forward": [
-            _gpu(kda, who)["graph_ms"] for who in ("ours", "fla")
-        ],
-        "Gated DeltaNet 1, 32768, 2, 8, forward": [_gpu(few, who)["graph_ms"] for who in ("ours", "flashqla")],
+        "Kimi Delta Attention 1, 8192, 16, 16, forward": _cudnn(8192, 16, 1, "forward"),
+        "Kimi Delta Attention 1, 32768, 12, 12, forward": _cudnn(32768, 12, 1, "forward"),
+        "Kimi Delta Attention 1, 8192, 96, 96, forward+backward": _cudnn(8192, 96, 1, "forward+backward"),
         "a token of a Qwen3-Next-like model of 8 layers, CUDA graph": [token["graph"], token["transformers"]],
     }  # fmt: skip
-    shown = _rows("README.md", 5)
-    assert set(shown) == {*wanted, "", "---"}
+    shown = _rows("README.md", 6)
+    assert {name for name in shown if shown[name][0] in ("CPU", "GPU")} == {*wanted}
     for name, (ours, theirs) in wanted.items():
-        _, lineate, other, faster = shown[name]
+        _, _, lineate, other, faster = shown[name]
         assert (lineate, other.split()[-1], faster) == (_digits(ours), _digits(theirs), _faster(theirs / ours)), name
 
 
@@ -221,8 +222,8 @@ def test_speed_on_a_gpu_since_then():
         assert peer == (f"FlashKDA {_digits(theirs['graph_ms'])}" if theirs else ""), case
 
 
-def test_prefill_beside_flashinfer():
-    """Of FlashInfer's two paths, the faster is shown, in a graph and from Python each."""
+def _prefill():
+    """Return the times of lineate (True) and of the faster of FlashInfer's two paths, in a graph and from Python."""
     found = {}
     for row in _results("prefill-gpu-h200.json")["results"]:
         lengths = row["lengths"] or [row["t"]]
@@ -230,13 +231,59 @@ def test_prefill_beside_flashinfer():
         sides = found.setdefault(f"{name}, {row['h']}/{row['hv']}", {})
         side, times = row["who"] == "ours", (row["graph_ms"], row["event_ms"])
         sides[side] = tuple(map(min, sides.get(side, times), times))
+    return found
+
+
+def _flashinfer(case):
+    times = _prefill()[case]
+    return times[True][0], times[False][0]
+
+
+def _cudnn(tokens, heads, sequences, what):
+    (row,) = [
+        row for row in _results("kda-cudnn-gpu-h200.json")["results"]
+        if (row["tokens"], row["heads"], row["sequences"], row["what"]) == (tokens, heads, sequences, what)
+    ]  # fmt: skip
+    return row["lineate_ms"], row["cudnn_ms"]
+
+
+def test_prefill_beside_flashinfer():
+    """Of FlashInfer's two paths, the faster is shown, in a graph and from Python each."""
     page = (ROOT / "bench/results/README.md").read_text()
     lines = page.split("## Prefill beside FlashInfer")[1].split("\n## ")[0].splitlines()
     shown = {cells[1].strip(): [x.strip() for x in cells[2:-1]] for line in lines if len(cells := line.split("|")) == 8}
-    for name, times in found.items():
+    for name, times in _prefill().items():
         (ours, event), (theirs, their_event) = times[True], times[False]
         wanted = [_digits(ours), _digits(theirs), f"{theirs / ours:.2f}x", _digits(event), _digits(their_event)]
         assert shown[name] == wanted, name
+
+
+def test_peers_in_words():
+    """README.md and docs/speed.md say on how many shapes each peer is ahead, and by how much."""
+    speed, readme = ((ROOT / page).read_text() for page in ("docs/speed.md", "README.md"))
+    ratios = sorted(theirs / ours for ours, theirs in map(_flashinfer, _prefill()))
+    ahead, behind = [x for x in ratios if x > 1.02], [x for x in ratios if x < 0.98 - 0.005]
+    assert f"{len(ratios)} shapes: lineate is ahead on {len(ahead)}, by {ahead[0]:.2f}x to {ahead[-1]:.2f}x" in speed
+    assert f"FlashInfer 0.7.2 is ahead on {len(behind)} of {len(ratios)} prefill shapes" in readme
+    slow, fast = (f"{x:.2f}x".lstrip("0") for x in (behind[0], behind[-1]))
+    assert f"at {slow} to\n  {fast} of its speed on three" in speed and f"{slow} to {fast} of its speed" in readme
+    rows = _results("kda-cudnn-gpu-h200.json")["results"]
+    for what, place in (("forward", "forward lineate"), ("forward+backward", "Forward and backward it")):
+        ratios = sorted(row["cudnn_ms"] / row["lineate_ms"] for row in rows if row["what"] == what)
+        ahead = [x for x in ratios if x > 1]
+        assert f"{place} is ahead on {len(ahead)}, by {ahead[0]:.2f}x to {ahead[-1]:.2f}x" in speed
+    assert "on 3 of 9 shapes" in readme and "on 1 of 9 forward and backward" in readme
+
+
+def test_kimi_delta_attention_next_to_cudnn():
+    page = (ROOT / "bench/results/README.md").read_text()
+    lines = page.split("## Kimi Delta Attention next to cuDNN")[1].split("\n## ")[0].splitlines()
+    shown = {cells[1].strip(): [x.strip() for x in cells[2:-1]] for line in lines if len(cells := line.split("|")) == 9}
+    for row in _results("kda-cudnn-gpu-h200.json")["results"]:
+        cells = shown[f"{row['tokens']}, {row['heads']}, {row['sequences']}"]
+        ours, theirs = row["lineate_ms"], row["cudnn_ms"]
+        wanted = [_digits(ours), _digits(theirs), f"{theirs / ours:.2f}x"]
+        assert cells[3 * (row["what"] != "forward") :][:3] == wanted, row
 
 
 def test_speed_of_models():
