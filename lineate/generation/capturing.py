@@ -38,7 +38,7 @@ def captured(device: torch.device, pool: Any = None) -> Iterator[torch.cuda.CUDA
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # as much memory as there is for the graph's pool
         with torch.cuda.stream(capture_stream(index)):
-            with _undone_if_it_fails(graph, index, pool), _generator_apart(index):
+            with _undone_if_it_fails(graph, index, pool), _generator_apart(index), torch.inference_mode(False):
                 graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 yield graph
@@ -61,7 +61,8 @@ def _generator_apart(index: int) -> Iterator[None]:
     """Let capture_begin register a copy of the state of the default generator, which so stays out of capture mode.
 
     torch registers whatever state the default generator has when a capture begins, and refuses to draw from it outside
-    of the graph until the capture ends.
+    of the graph until the capture ends. Threads that draw in the microseconds in which it begins meet the copy. A copy
+    that is made in inference mode could not be written by replays outside of it.
     """
     generator = torch.cuda.default_generators[index]
     state = generator.graphsafe_get_state()

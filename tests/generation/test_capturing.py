@@ -73,6 +73,7 @@ class FakeCuda:
 
     def capture_begin(self, pool: str, capture_error_mode: str) -> None:
         assert (pool, capture_error_mode) == ("pool", "thread_local")
+        assert not torch.is_inference_mode_enabled()
         self.call("begin")
 
     def capture_end(self) -> None:
@@ -97,8 +98,8 @@ def test_the_parts_of_a_capture(monkeypatch, refuses, calls):
     """
     fake = FakeCuda(monkeypatch, tuple(refuses.split()))
     raised = pytest.raises(Refused, match=f"^{refuses.split()[0]}$") if refuses else nullcontext()
-    with raised, capturing.captured(CUDA) as graph:
-        assert graph is fake
+    with raised, torch.inference_mode(), capturing.captured(CUDA) as graph:
+        assert graph is fake and torch.is_inference_mode_enabled()
         fake.call("work")
     assert fake.calls == calls.split()
     assert (fake.state, fake.stream) == ("default", "current")
@@ -177,6 +178,17 @@ def test_graphs_after_a_refused_capture():
     add_later()
     add()
     assert (x.item(), y.item()) == (2, 1)
+
+
+@on_gpu
+def test_a_graph_captured_in_inference_mode():
+    """It is replayed in that mode and outside of it."""
+    x = torch.zeros(1, device=CUDA)
+    with torch.inference_mode():
+        graph = capture(lambda: (x.add_(1),), [x], CUDA)
+        graph.replay()
+    graph.replay()
+    assert x.item() == 2
 
 
 @on_gpu
