@@ -11,8 +11,10 @@ pytest.importorskip("llguidance")
 from chat_tokenizer import chat_tokenizer
 from live_server import ScriptedEngine, live
 
+from lineate.serving.api.calls import Called
+from lineate.serving.api.guides import Grammars
 from lineate.serving.api.service import Description
-from lineate.serving.api.tools import AnswerParser, Called, Said
+from lineate.serving.api.tools import AnswerParser, Said, calls_grammar
 
 NAME = "scripted"
 USER = [{"role": "user", "content": "hi"}]
@@ -147,10 +149,41 @@ def test_a_template_that_opens_reasoning(client, script):
     assert (message.content, message.model_extra["reasoning_content"]) == ("Yes.", "Hm.")
 
 
-def test_a_call_cut_by_the_length_is_text(client, script):
-    script["text"] = qwen(place="Oslo")
-    made = client.chat.completions.create(model=NAME, messages=USER, tools=TOOLS, max_tokens=20).choices[0]
-    assert made.finish_reason == "length" and made.message.content.startswith("<tool_call>")
+@pytest.mark.parametrize("case", ["a call", "tags", "kimi"])
+def test_a_call_cut_by_the_length(client, script, case):
+    """It is a call whose arguments end where the text does, whole or in a stream; no markup becomes content."""
+    script["text"] = WRITTEN[case][0]
+    for most in (1, 2, 12, 25, 34):
+        options = {"model": NAME, "messages": USER, "tools": TOOLS, "max_tokens": most}
+        made = client.chat.completions.create(**options).choices[0]
+        assert made.finish_reason == "length" and not made.message.content
+        calls = [(x.function.name, x.function.arguments) for x in made.message.tool_calls or []]
+        assert len(calls) == 1 or (most <= 2 and not calls)  # nothing was written but markers
+        assert all(name in ("", "look") and arguments in script["text"] for name, arguments in calls)
+        streamed = [["", ""] for _ in calls]
+        for chunk in client.chat.completions.create(stream=True, **options):
+            choice = chunk.choices[0]
+            assert not choice.delta.content
+            for x in choice.delta.tool_calls or []:
+                streamed[x.index][0] += x.function.name or ""
+                streamed[x.index][1] += x.function.arguments
+        assert choice.finish_reason == "length" and [tuple(x) for x in streamed] == calls
+
+
+def test_a_function_without_parameters_takes_no_arguments(tokenizer):
+    """A grammar of its calls allows no argument, whichever way the parameters are left out."""
+    grammars = Grammars(tokenizer, 10**6)
+    for own in ({}, {"parameters": None}, {"parameters": {}}, {"parameters": {"type": "object", "properties": {}}}):
+        tools = [{"type": "function", "function": {"name": "now", **own}}]
+        for form, call in (
+            ("json", '<tool_call>\n{"name": "now", "arguments": {'),
+            ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{"),
+        ):
+            guide = grammars.guide(calls_grammar(form, tools, False, tokenizer.encode_rendered), "tools")
+            for token in tokenizer.encode_rendered(call):
+                guide.advance(token)
+            allowed = guide.allowed(tokenizer.vocab_size)
+            assert allowed[tokenizer.encode("}")[0]] and not allowed[tokenizer.encode('"')[0]]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])

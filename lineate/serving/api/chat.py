@@ -7,12 +7,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lineate.serving.api.answering import Answering
+from lineate.serving.api.calls import Called
 from lineate.serving.api.fields import parse
 from lineate.serving.api.responses import read_body
 from lineate.serving.api.running import Piece, Running, chat_logprobs
 from lineate.serving.api.schemas import ChatCall, read_chat
 from lineate.serving.api.service import Service
-from lineate.serving.api.tools import AnswerParser, Called, Said
+from lineate.serving.api.tools import AnswerParser, Said
 
 
 async def chat(service: Service, request: Request) -> Response:
@@ -41,7 +42,7 @@ class _Answer(Answering):
         parser = self._parsers[piece.choice]
         parts, finish = parser.push(piece.text), piece.finish
         if finish is not None:
-            parts += parser.finish()
+            parts += parser.finish(cut=finish != "stop")
         if not self._call.parallel and parser.calls:
             last = next((n for n, part in enumerate(parts) if isinstance(part, Called)), len(parts) - 1)
             parts, finish = parts[: last + 1], "stop"

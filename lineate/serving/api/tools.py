@@ -1,30 +1,24 @@
 """Calls of tools and reasoning in a model's text: found while the text arrives, and forced by a grammar.
 
-    Qwen       <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>
-    Qwen3.5    <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
-    Kimi       <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>
-
-A call that cannot be read stays text: nothing that the model wrote is lost.
+calls.py has the forms of a call. What is no call stays text; what was cut within a call is one whose arguments end
+there. So every character of a text is said or called exactly once, except for markers and the white space beside them.
 """
 
 import json
-import re
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lineate.serving.api import calls
+from lineate.serving.api.calls import CLOSED, ENDS, SECTION, TAGS, Called, ends_call, may_become, overlap, read_call
 from lineate.serving.api.guides import JSON_OPTIONS
 
-ENDS = {"<tool_call>": "</tool_call>", "<|tool_call_begin|>": "<|tool_call_end|>"}
-"""What a call begins and ends with."""
-ARGUMENTS = "<|tool_call_argument_begin|>"
-SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
-"""What Kimi writes around all calls."""
 THINK, THOUGHT = "<think>", "</think>"
-MARKERS = (*ENDS, *ENDS.values(), ARGUMENTS, *SECTION, THINK, THOUGHT)
+MARKERS = (*ENDS, *ENDS.values(), calls.ARGUMENTS, *SECTION, THINK, THOUGHT)
 """Texts that may be tokens of their own; a parser must see them even if a tokenizer does not show them."""
 
+FIRST_LOOK = 32
+"""Characters after an opener after which a text that cannot become a call is no longer held back."""
 MOST_REPEATS = 4096
 """The longest maxLength of a string that a grammar counts in Qwen3.5's form."""
 
@@ -37,18 +31,10 @@ class Said:
     reasoning: bool = False
 
 
-@dataclass(frozen=True)
-class Called:
-    """A call of a function."""
-
-    name: str
-    arguments: str
-    """A JSON object."""
-    id: str
-
-
 class AnswerParser:
     """Divides a model's text, piece by piece, into reasoning, content and calls.
+
+    A call in reasoning counts if the reasoning is never closed; so text from there on is held back until it is known.
 
     Args:
         tools: The functions that may be called; without any, calls are text.
@@ -65,7 +51,12 @@ class AnswerParser:
         self._thinking = reasoning == "open"
         self._may_think = reasoning == "maybe"
         self._opener = ""  # of the call that is being read
+        self._seen = 0  # from where its end is searched
+        self._look = FIRST_LOOK  # how long it must be to be looked at again
+        self._ready: tuple[Called, int] | None = None  # it, and where it ends, while reasoning may still go on
+        self._left_open = False  # whether the last call had no opener, so that its </tool_call> is left
         self.calls = 0
+        """How many calls were complete."""
 
     def push(self, text: str) -> list[Said | Called]:
         """Return what is certain after more text."""
@@ -77,12 +68,16 @@ class AnswerParser:
             pass
         return parts
 
-    def finish(self) -> list[Said | Called]:
-        """Return what is left when the text has ended; a call without its end counts if it can be read."""
+    def finish(self, cut: bool = False) -> list[Said | Called]:
+        """Return what is left when the text has ended; a call without its end counts if it can be read.
+
+        Args:
+            cut: Whether the model would have written more.
+        """
         parts: list[Said | Called] = []
-        if self._opener:
-            self._call(self._held, "", parts)
-        elif self._held:
+        while self._step(parts) or (self._opener and self._end_call(cut, parts)):
+            pass
+        if self._held:
             self._say(self._held, parts)
         self._held = ""
         if self._space and not self._fresh:
@@ -92,38 +87,95 @@ class AnswerParser:
 
     def _step(self, parts: list[Said | Called]) -> bool:
         """Take one marker and what stands before it from the held text; return whether there was one."""
+        if self._thinking and self._opener:
+            at = self._held.find(THOUGHT)
+            if at >= 0:  # it was a thought
+                self._refuse(parts)
+                return True
         if self._opener:
-            body, end, rest = self._held.partition(ENDS[self._opener])
-            if not end:
-                return False
-            self._call(body, end, parts)
-            self._held = rest
-            return True
+            return self._read_on(parts)
         markers = self._expected()
         at, marker = min(((self._held.find(x), x) for x in markers if x in self._held), default=(-1, ""))
         if at < 0:
-            kept = max((n for x in markers for n in range(1, len(x)) if self._held.endswith(x[:n])), default=0)
-            cut = len(self._held) - kept
+            cut = len(self._held) - overlap(self._held, markers)
             self._say(self._held[:cut], parts)
             self._held = self._held[cut:]
             return False
         self._say(self._held[:at], parts)
         self._held = self._held[at + len(marker) :]
-        if marker in ENDS:
-            self._opener = marker
+        if marker in ENDS or marker == TAGS or (self._thinking and marker != THOUGHT):
+            self._opener, self._seen, self._look, self._ready = marker, 0, FIRST_LOOK, None
         else:
             self._space, self._fresh = "", True
-            self._thinking = marker == THINK
-            self._may_think = False
+            self._left_open = False
+            if marker in (THINK, THOUGHT):
+                self._thinking = marker == THINK
+                self._may_think = False
         return True
 
     def _expected(self) -> tuple[str, ...]:
         if self._thinking:
-            return (THOUGHT,)
+            return (THOUGHT, *ENDS, TAGS, SECTION[0]) if self._schemas else (THOUGHT,)
         begun = self._held.lstrip()
         self._may_think = self._may_think and (begun.startswith(THINK) or THINK.startswith(begun))
         begins = (THINK,) if self._may_think else ()
-        return (*begins, *ENDS, *SECTION) if self._schemas else begins
+        if not self._schemas:
+            return begins
+        return (*begins, *ENDS, TAGS, *SECTION, *([ENDS["<tool_call>"]] if self._left_open else []))
+
+    def _read_on(self, parts: list[Said | Called], ended: bool = False) -> bool:
+        """Take the call whose opener was met, or give it up; return whether either was possible."""
+        end = CLOSED[self._opener]
+        while self._ready is None and (at := self._held.find(end, self._seen)) >= 0:
+            stop = at + len(end)
+            if self._opener == TAGS and not (found := ends_call(self._held, stop, ended)):
+                if found is None:
+                    return False
+                self._seen = stop
+                continue
+            self._seen = stop
+            call = read_call(self._held[: stop if self._opener == TAGS else at], self._opener, self._schemas)
+            if call is not None and self._thinking:
+                self._ready = call, stop
+            elif call is not None:
+                return self._take(call, stop, parts)
+            elif not may_become(self._held[:stop], self._opener, self._schemas):
+                return self._refuse(parts)
+        self._seen = max(self._seen, len(self._held) - len(end) + 1)
+        if self._ready is None and len(self._held) >= self._look:
+            self._look = 2 * len(self._held)
+            begun = self._held[: len(self._held) - overlap(self._held, (end, THOUGHT))]
+            if not may_become(begun, self._opener, self._schemas):
+                return self._refuse(parts)
+        return False
+
+    def _end_call(self, cut: bool, parts: list[Said | Called]) -> bool:
+        """Take the call that is being read when the text has ended, or give it up."""
+        if self._read_on(parts, True):
+            return True
+        if self._ready is not None:
+            return self._take(*self._ready, parts)
+        begun = self._held[: len(self._held) - overlap(self._held, (CLOSED[self._opener],))]
+        call = None if self._opener == TAGS else read_call(begun, self._opener, self._schemas)
+        if call is None and (self._thinking or not cut or not may_become(begun, self._opener, self._schemas)):
+            return self._refuse(parts)
+        return self._take(call or calls.cut_call(self._held, self._opener), len(self._held), parts)
+
+    def _take(self, call: Called | None, stop: int, parts: list[Said | Called]) -> bool:
+        """Take the call that ends here; None if nothing of it was written but its opener."""
+        if call is not None:
+            parts.append(call)
+            self.calls += not call.cut
+        self._held, self._left_open = self._held[stop:], self._opener == TAGS
+        self._opener, self._space, self._fresh = "", "", True
+        self._thinking = self._may_think = False
+        return True
+
+    def _refuse(self, parts: list[Said | Called]) -> bool:
+        """Say the opener, as what follows it is no call; the rest is read again."""
+        opener, self._opener = self._opener, ""
+        self._say(opener, parts)
+        return True
 
     def _say(self, text: str, parts: list[Said | Called]) -> None:
         text = self._space + text
@@ -133,85 +185,7 @@ class AnswerParser:
             body = body.lstrip()
         if body:
             parts.append(Said(body, self._thinking))
-            self._fresh = self._may_think = False
-
-    def _call(self, body: str, end: str, parts: list[Said | Called]) -> None:
-        call = read_call(body, self._opener, self._schemas)
-        opener, self._opener = self._opener, ""
-        if call is None:
-            self._say(opener + body + end, parts)
-        else:
-            parts.append(call)
-            self._space, self._fresh = "", True
-            self.calls += 1
-
-
-def read_call(body: str, opener: str, schemas: dict[str, dict[str, Any]]) -> Called | None:
-    """Return the call between two markers, or None if it is none."""
-    made = f"call_{secrets.token_hex(12)}"
-    if opener != "<tool_call>":
-        name, marker, text = body.partition(ARGUMENTS)
-        found = re.fullmatch(r"(?:functions\.)?([\w.-]+?)(?::\d+)?", name.strip())
-        arguments = _object(text)
-        if not marker or found is None or arguments is None:
-            return None
-        return Called(found[1], arguments, name.strip() if ":" in name else made)
-    if "<function=" in body:
-        return _read_tags(body, schemas, made)
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or _dump(value) is None:
-        return None
-    given = value.get("arguments", value.get("parameters", {}))
-    arguments = _object(given) if isinstance(given, str) else _dump(given)
-    return None if arguments is None else Called(value["name"], arguments, made)
-
-
-def _read_tags(body: str, schemas: dict[str, dict[str, Any]], made: str) -> Called | None:
-    """Read Qwen3.5's form, whose values are text; the function's schema says which of them are JSON."""
-    found = re.search(r"<function=([^>\n]+)>(.*)", body, re.DOTALL)
-    if found is None:
-        return None
-    name, inner = found[1].strip(), found[2]
-    properties = schemas.get(name, {}).get("properties")
-    properties = properties if isinstance(properties, dict) else {}
-    arguments = {}
-    for key, given in re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", inner, re.DOTALL):
-        arguments[key.strip()] = _value(given, properties.get(key.strip()))
-    text = _dump(arguments)
-    return None if text is None else Called(name, text, made)
-
-
-def _value(text: str, schema: Any) -> Any:
-    """Return a value as its schema says: a string stays text, anything else is JSON if it can be read as such."""
-    if isinstance(schema, dict) and schema.get("type") == "string":
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
-def _object(text: str) -> str | None:
-    """Return the text of a JSON object, or None if it is none."""
-    try:
-        return _dump(json.loads(text))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _dump(value: Any) -> str | None:
-    """Return an object as JSON; None for what no JSON can have, such as NaN and halves of characters."""
-    if not isinstance(value, dict):
-        return None
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except (ValueError, RecursionError):
-        return None
-    return text
+            self._fresh = self._may_think = self._left_open = False
 
 
 def form_of(template: str) -> str:
@@ -233,29 +207,38 @@ def calls_grammar(
         encode: Encodes a marker; one that is a single token is only allowed as that token.
     """
     rules: list[str] = []
-    calls = []
+    made = []
     for n, tool in enumerate(tools):
-        name, schema = tool["function"]["name"], tool["function"].get("parameters") or {"type": "object"}
+        name, schema = tool["function"]["name"], _parameters(tool["function"])
         if form == "tags":
             inner = [_quoted(f"\n<function={name}>\n"), *_tag_rules(n, schema, rules), _quoted("</function>\n")]
         else:
             rules.append(f"arguments_{n}: {_json_rule(schema)}")
             if form == "kimi":
-                begins = [_quoted(f"functions.{name}:"), "/[0-9]{1,3}/", _marker(ARGUMENTS, encode)]
+                begins = [_quoted(f"functions.{name}:"), "/[0-9]{1,3}/", _marker(calls.ARGUMENTS, encode)]
                 inner = [*begins, f"arguments_{n}"]
             else:
                 begin = _quoted(f'\n{{"name": "{name}", "arguments": ')
                 inner = [begin, f"arguments_{n}", _quoted("}\n")]
         rules.append(f"call_{n}: {' '.join(inner)}")
-        calls.append(f"call_{n}")
+        made.append(f"call_{n}")
     opener = "<|tool_call_begin|>" if form == "kimi" else "<tool_call>"
-    rules.append(f"call: {_marker(opener, encode)} ({' | '.join(calls)}) {_marker(ENDS[opener], encode)}")
+    rules.append(f"call: {_marker(opener, encode)} ({' | '.join(made)}) {_marker(ENDS[opener], encode)}")
     if form == "kimi":
         body = "call+" if parallel else "call"
         start = f"{_marker(SECTION[0], encode)} {body} {_marker(SECTION[1], encode)}"
     else:
         start = 'call ("\\n" call)*' if parallel else "call"
     return "\n".join([f"start: {start}", *rules]) + "\n"
+
+
+def _parameters(function: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a function's arguments; one that describes no property means that there is none."""
+    schema = function.get("parameters") or {}
+    empty = set(schema) <= {"type", "properties", "required", "description", "title", "$schema"}
+    if empty and schema.get("type", "object") == "object" and not schema.get("properties"):
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return schema
 
 
 def _tag_rules(n: int, schema: dict[str, Any], rules: list[str]) -> list[str]:
