@@ -7,13 +7,14 @@ device computes while the host delivers. Rows join and leave while it does; a to
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from lineate.models import ModelState
 from lineate.serving.cache import StateCache
-from lineate.serving.continuation import Chosen, Continuation, Lineup, NextTokens, choose
+from lineate.serving.continuation import Chosen, Continuation, Lineup, NextTokens, PromptLogprobs, choose
 from lineate.serving.drafting import Drafter
 from lineate.serving.guessing import choose_guessed, padded, propose
 from lineate.serving.planning import Need
@@ -44,6 +45,8 @@ class Job:
         self.handle, self.total, self.deadline, self.since = handle, total, deadline, since
         self.reading: Reading | None = reading
         self.running: list[Continuation] = []
+        self.prompt: PromptLogprobs | None = None
+        """The log-probabilities of its prompt, if they were asked for."""
         self.leader: tuple[Reading, int] | None = None
         """An earlier prompt with the same beginning, and up to where; this one waits until that is read."""
 
@@ -116,12 +119,19 @@ class Batch:
     def add(self, job: Job) -> None:
         """Admit a job, for which the pool has room; it waits for an earlier prompt with the same beginning."""
         assert job.reading is not None
-        if self.cache is not None:
-            ahead = [(other.reading, job.reading.shared_stop(other.reading)) for other in self.reading if other.reading]
+        if job.reading.cache is not None:
+            others = [x.reading for x in self.reading if x.reading is not None and x.reading.cache is not None]
+            ahead = [(other, job.reading.shared_stop(other)) for other in others]
             job.leader = max(ahead, key=lambda each: each[1], default=None)
+        watchers: list[Callable[[int, Tensor], None]] = []
         if self.drafter is not None and self.drafter.needs_hidden:
             keys, ids = [row.key for row in job.new_continuations()], job.reading.ids
-            job.reading.on_read = lambda start, hidden: self._observe(keys, ids, start, hidden)
+            watchers.append(lambda start, hidden: self._observe(keys, ids, start, hidden))
+        if (top := job.handle.request.prompt_logprobs) is not None:
+            job.prompt = PromptLogprobs(self.pool.model, job.reading.ids, top)
+            watchers.append(job.prompt.read)
+        if watchers:
+            job.reading.on_read = lambda start, hidden: _call_all(watchers, start, hidden)
         self.jobs.append(job)
         self.reading.append(job)
 
@@ -192,12 +202,17 @@ class Batch:
         rows = job.new_continuations(job.total - len(reading.ids), reading.cached_tokens)
         for row in rows:
             row.begin(len(reading.logits))
+        found = (
+            choose(rows, reading.logits.expand(len(rows), -1)) if job.total > len(reading.ids) else [None] * len(rows)
+        )
         events = []
-        for row, chosen in zip(rows, choose(rows, reading.logits.expand(len(rows), -1)), strict=True):
-            if row.index in job.handle.ending:
-                events.append(row.event(finished=job.handle.ending[row.index]))
+        for row, chosen in zip(rows, found, strict=True):
+            if chosen is None or row.index in job.handle.ending:  # without a token, the prompt alone was to be read
+                events.append(row.event(finished=job.handle.ending.get(row.index, "length")))
             else:
                 events.append(self._take(row, chosen if isinstance(chosen, Exception) else [chosen]))
+        if job.prompt is not None:
+            events = [replace(event, prompt=tuple(job.prompt.entries)) for event in events]
         going = [row for row, event in zip(rows, events, strict=True) if event.finished is None]
         if going:
             self.pool.join(reading.state, len(going))
@@ -463,6 +478,11 @@ class Batch:
         for job in list(self.jobs):
             self.fail(job, error)
         self.fail_rows(error)
+
+
+def _call_all(watchers: Sequence[Callable[[int, Tensor], None]], start: int, hidden: Tensor) -> None:
+    for watch in watchers:
+        watch(start, hidden)
 
 
 def _text(error: Exception) -> str:

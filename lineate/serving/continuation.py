@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lineate.generation.choice import Draw, Draws, Sampling, adjusted, choose_tokens, log_probabilities
+from lineate.models import HybridLM
 from lineate.serving.requests import Event, Guide, Handle, TokenLogprob
 
 
@@ -98,6 +99,8 @@ class Continuation:
         return Event(self.index, tuple(tokens), tuple(logprobs), finished, error, self.cached_tokens)
 
 
+PROMPT_ROWS = 64
+"""Tokens of a prompt whose logits are in memory at once."""
 Chosen = tuple[int, TokenLogprob | None]
 """A token, and its log-probability if the request asks for it."""
 
@@ -219,6 +222,35 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLo
     own, ids, values = (x.tolist() for x in log_probabilities(logits, torch.tensor(tokens), top))
     each = zip(tokens, own, ids, values, strict=True)
     return [TokenLogprob(token, x, tuple(zip(best, y, strict=True))) for token, x, best, y in each]
+
+
+class PromptLogprobs:
+    """The log-probabilities of a prompt's tokens after the first, which are computed while it is read.
+
+    Args:
+        model: The model.
+        ids: The prompt.
+        top: How many of the likeliest tokens are listed beside each one.
+    """
+
+    def __init__(self, model: HybridLM, ids: tuple[int, ...], top: int) -> None:
+        self._model, self._ids, self._top = model, ids, top
+        self.entries: list[TokenLogprob] = []
+
+    def read(self, start: int, hidden: Tensor) -> None:
+        """Take what the model's head could read of a piece; logits exist for a few tokens at a time.
+
+        Args:
+            start: The index of the piece's first token.
+            hidden: `n hidden`.
+        """
+        for at in range(0, len(hidden), PROMPT_ROWS):
+            rows = hidden[at : at + PROMPT_ROWS]
+            following = self._ids[start + at + 1 : start + at + 1 + len(rows)]  # the last token of all has none
+            if following:
+                logits = self._model.logits(rows[None, : len(following)])[0]
+                check_finite(logits.amax(-1).tolist())
+                self.entries += logprobs_of(logits, following, self._top)
 
 
 def _allowed(rows: Sequence[Continuation], logits: Tensor) -> Tensor | None:

@@ -375,8 +375,9 @@ class Engine:
             return None
         if (shape.rows, shape.capacity) != (self.pool.rows, self.pool.capacity):
             self.pool.resize(shape.rows, shape.capacity)
+        cache = None if request.prompt_logprobs is not None else self.cache  # every token must be read
         reading = Reading(
-            self.model, request.ids, self.spacing, self.cache, exact=self.exact, clock=self.timer, failed=self._failed
+            self.model, request.ids, self.spacing, cache, exact=self.exact, clock=self.timer, failed=self._failed
         )
         return Job(waiting.handle, waiting.total, waiting.deadline, self.clock(), reading)
 

@@ -44,10 +44,13 @@ class Request:
         ids: The tokens of the prompt, at least one.
         sampling: How tokens are chosen. Continuation i has the seed `sampling.seed + i`, so it equals the only
             continuation of a request with that seed.
-        max_new_tokens: The most tokens of each continuation; None: as many as the context has room for.
+        max_new_tokens: The most tokens of each continuation, 0 to read the prompt alone; None: as many as the context
+            has room for.
         stop_tokens: Tokens that end a continuation; the token that was met is its last one.
         n: How many continuations of the prompt are made; the prompt is read once.
         logprobs: If an int, events have the log-probability of each token and of so many of the likeliest ones.
+        prompt_logprobs: If an int, the first event of each continuation has the log-probability of each token of the
+            prompt after the first, and of so many of the likeliest ones. The prompt is read whole, without the cache.
         guide: Restricts the tokens that can be chosen; each continuation gets a copy of it.
         timeout: Seconds after which the request ends, counted from its submission; None: never.
     """
@@ -58,6 +61,7 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     guide: Guide | None = None
     timeout: float | None = None
 
@@ -66,7 +70,7 @@ class Request:
         object.__setattr__(self, "stop_tokens", frozenset(self.stop_tokens))
         if not self.ids:
             raise ValueError("ids must have at least one token, got none")
-        for name, lowest in (("max_new_tokens", 1), ("n", 1), ("logprobs", 0)):
+        for name, lowest in (("max_new_tokens", 0), ("n", 1), ("logprobs", 0), ("prompt_logprobs", 0)):
             value = getattr(self, name)
             if value is None and name != "n":
                 continue
@@ -103,6 +107,7 @@ class Event:
             Handle.stop), "length" (max_new_tokens), "cancelled", "timeout" or "error".
         error: What went wrong, if finished is "error".
         cached_tokens: How many tokens of the prompt were not read, because their state was kept.
+        prompt: The log-probabilities of the prompt's tokens after the first, in a first event, if they were asked for.
     """
 
     index: int
@@ -111,6 +116,7 @@ class Event:
     finished: str | None = None
     error: str | None = None
     cached_tokens: int = 0
+    prompt: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass
@@ -123,6 +129,7 @@ class Completion:
         finished: Why it ended; None if it has not.
         error: What went wrong, if finished is "error".
         cached_tokens: How many tokens of the prompt were not read.
+        prompt: The log-probabilities of the prompt's tokens after the first, if they were asked for.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -130,12 +137,14 @@ class Completion:
     finished: str | None = None
     error: str | None = None
     cached_tokens: int = 0
+    prompt: tuple[TokenLogprob, ...] | None = None
 
     def add(self, event: Event) -> None:
         """Take an event into account."""
         self.tokens += event.tokens
         self.logprobs += event.logprobs
         self.finished, self.error, self.cached_tokens = event.finished, event.error, event.cached_tokens
+        self.prompt = self.prompt if event.prompt is None else event.prompt
 
 
 class QueueFull(Exception):
