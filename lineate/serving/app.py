@@ -24,6 +24,7 @@ from lineate.serving.api.chat import chat
 from lineate.serving.api.completions import complete
 from lineate.serving.api.errors import ApiError
 from lineate.serving.api.fields import shown
+from lineate.serving.api.foreign import EXPOSED
 from lineate.serving.api.responses import answer, answer_api_error, answer_http_error
 from lineate.serving.api.service import Description, Engine, Service
 from lineate.serving.api.tokens import detokenize, tokenize
@@ -128,7 +129,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, description: Description, set
     app.state.traffic, app.state.service = traffic, service
     app.include_router(_routes(service, Keys(settings.api_keys)))
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         status = "draining" if traffic.draining else "ok"
         return answer({"status": status}, 503 if traffic.draining else 200)
@@ -143,7 +144,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, description: Description, set
     if settings.cors:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
+            allow_headers=["*"], expose_headers=list(EXPOSED),  # OpenAI's client sends x-stainless-...
         )  # fmt: skip
     return app
 
@@ -152,7 +153,7 @@ def _add_page(app: FastAPI) -> None:
     """Serve the files of the page; a mount at / would hide which routes exist with another method."""
     files = StaticFiles(directory=PAGE)
 
-    @app.get("/")
+    @app.api_route("/", methods=["GET", "HEAD"])
     async def page(request: Request) -> Response:
         return await files.get_response("index.html", request.scope)
 

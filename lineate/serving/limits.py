@@ -19,8 +19,8 @@ class Limits:
     """Seconds from a request's arrival until it is ended, with what it has generated."""
     requests: int = 1024
     """Requests that are answered at once, those that wait included."""
-    choices: int = 16
-    """Choices of one request: prompts times n."""
+    choices: int = 128
+    """Choices of one request: prompts times n; those above the slots wait in the queue."""
     stops: int = 16
     """Stop strings of one request."""
     stop_characters: int = 256

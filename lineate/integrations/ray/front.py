@@ -28,6 +28,7 @@ from lineate.integrations.ray.prompts import CHAT, COMPLETIONS, DETOKENIZE, TOKE
 from lineate.integrations.ray.replica import Report
 from lineate.integrations.ray.routing import RoutingStats
 from lineate.serving.api.errors import ApiError, unavailable
+from lineate.serving.api.foreign import EXPOSED
 from lineate.serving.api.responses import answer, answer_api_error, read_body, unless_gone
 from lineate.serving.app import Settings
 from lineate.serving.gate import Gate, Keys, Traffic
@@ -229,7 +230,7 @@ def make_front(replicas: Replicas, settings: Settings) -> Starlette:
     )  # fmt: skip
     cors = Middleware(
         CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["GET", "POST"],
-        allow_headers=["authorization", "content-type"],
+        allow_headers=["*"], expose_headers=list(EXPOSED),
     )  # fmt: skip
     app = Starlette(
         routes=[*own, *(Route(path, front) for path in ROUTES)],

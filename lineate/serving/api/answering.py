@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lineate.serving.api.foreign import HEADER
 from lineate.serving.api.responses import GONE, EventStream, answer, unless_gone
 from lineate.serving.api.running import Running
 from lineate.serving.api.service import Service
@@ -43,15 +44,16 @@ class Answering(ABC):
     def chunks(self) -> AsyncIterator[dict[str, Any] | None]:
         """Yield the answer in chunks; None while nothing has come for a while."""
 
-    async def respond(self, request: Request, stream: bool) -> Response:
-        """Send the answer, and free what it holds however it ends."""
+    async def respond(self, request: Request, stream: bool, ignored: tuple[str, ...]) -> Response:
+        """Send the answer, with the names of the fields that were ignored, and free what it holds however it ends."""
+        headers = {HEADER: ", ".join(ignored)} if ignored else {}
         if stream:
-            return EventStream(self.chunks(), self._service.limits, self.close)
+            return EventStream(self.chunks(), self._service.limits, self.close, headers)
         try:
             body = await unless_gone(request.receive, self.whole())
         finally:
             self.close()
-        return Response(status_code=GONE) if body is None else answer(body)
+        return Response(status_code=GONE) if body is None else answer(body, headers=headers)
 
     def close(self) -> None:
         """Free what still runs, and count the tokens once."""

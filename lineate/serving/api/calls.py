@@ -13,7 +13,6 @@ import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
-from json.decoder import scanstring
 from typing import Any
 
 TAGS = "<function="
@@ -185,7 +184,7 @@ def _members(body: str) -> Iterator[tuple[str, int, int | None]]:
     at = len(body) - len(body.lstrip())
     while (quote := _KEY.match(body, at)) is not None:
         try:
-            key, at = scanstring(body, quote.end())
+            key, at = _DECODER.raw_decode(body, quote.end() - 1)
         except ValueError:
             return
         colon = _COLON.match(body, at)

@@ -23,7 +23,7 @@ async def chat(service: Service, request: Request) -> Response:
     wanted = service.request(prompt, call.wanted, service.limits.default_new_tokens, "messages")
     stops = (*call.wanted.stops, *service.chat_stops)
     running = Running(service, [wanted], stops, bool(call.tools or prompt.reasoning), "messages")
-    return await _Answer(service, call, running, prompt.reasoning).respond(request, call.wanted.stream)
+    return await _Answer(service, call, running, prompt.reasoning).respond(request, call.wanted.stream, call.ignored)
 
 
 class _Answer(Answering):
@@ -55,7 +55,7 @@ class _Answer(Answering):
         if self._call.wanted.logprobs is None:
             return None
         tokenizer = self._service.tokenizer
-        return chat_logprobs(tokenizer, piece.logprobs, tokenizer.ends)
+        return chat_logprobs(tokenizer, piece.logprobs)
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer when all choices have ended."""

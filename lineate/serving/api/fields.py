@@ -203,10 +203,14 @@ class Fields:
             if self.take(name) is not None:
                 raise invalid(self.path(name), f"{self.path(name)} is not supported: {why}", "unsupported_parameter")
 
+    @property
+    def unread(self) -> list[tuple[str, Any]]:
+        """The fields that were not read, and their values; null says nothing, whatever the field is."""
+        return [(name, value) for name, value in self.value.items() if name not in self._read and value is not None]
+
     def finish(self) -> None:
-        """Refuse the first field that nobody read."""
-        for name in self.value:
-            if name not in self._read:
-                path = self.path(name[:LONGEST_GOT])
-                message = f"unknown field {path!r}{nearest(name[:LONGEST_GOT], self._read)}"
-                raise invalid(path, message, "unknown_parameter")
+        """Refuse the first field that was not read."""
+        for name, _ in self.unread:
+            path = self.path(name[:LONGEST_GOT])
+            message = f"unknown field {path!r}{nearest(name[:LONGEST_GOT], self._read)}"
+            raise invalid(path, message, "unknown_parameter")

@@ -4,6 +4,7 @@ from typing import Any
 
 from lineate.serving.api.errors import invalid
 from lineate.serving.api.fields import Fields
+from lineate.serving.api.foreign import OF_MESSAGES
 from lineate.serving.limits import Limits
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -19,6 +20,7 @@ def read_messages(fields: Fields, limits: Limits) -> tuple[dict[str, Any], ...]:
     messages = []
     for message in given:
         messages.append(_message(message, called, limits))
+        message.ignore(*OF_MESSAGES)
         message.finish()
     return tuple(messages)
 
@@ -34,7 +36,11 @@ def _message(message: Fields, called: set[str], limits: Limits) -> dict[str, Any
         result["name"] = name
     if role == "assistant":
         message.text("refusal")
-        for key in ("reasoning_content", "reasoning"):  # what this server called its own reasoning, given back
+        for key in (
+            "reasoning_content",
+            "reasoning",
+            "thinking",
+        ):  # what this server called its own reasoning, given back
             if (text := message.text(key)) is not None:
                 result["reasoning_content"] = text
         calls = message.objects("tool_calls", limits.tools)
@@ -69,6 +75,7 @@ def _content(message: Fields) -> str | None:
             raise part.wrong("type", "text, as the model reads text alone")
         part.needed(kind, "a string")
         texts.append(part.text(kind) or "")
+        part.ignore(*OF_MESSAGES)
         part.finish()
     return "".join(texts)
 
@@ -85,8 +92,9 @@ def _call(call: Fields, called: set[str]) -> dict[str, Any]:
     assert function is not None
     name = function.name()
     text = function.text("arguments") or "{}"
+    function.ignore("parsed_arguments")
     function.finish()
-    call.ignore("index")
+    call.ignore("index", *OF_MESSAGES)
     call.finish()
     try:
         arguments = from_json(text, allow_inf_nan=False)
@@ -107,6 +115,7 @@ def read_tools(fields: Fields, limits: Limits) -> tuple[dict[str, Any], ...]:
         tool.word("type", ("function",))
         tool.needed("function", "an object with a name")
         function = tool.child("function")
+        tool.ignore(*OF_MESSAGES)
         tool.finish()
         assert function is not None
         name = function.name()
@@ -118,5 +127,6 @@ def read_tools(fields: Fields, limits: Limits) -> tuple[dict[str, Any], ...]:
         function.text("description")
         function.child("parameters")
         function.flag("strict")
+        function.ignore(*OF_MESSAGES)
         function.finish()
     return tuple(tool.value for tool in tools or ())

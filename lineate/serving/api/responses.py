@@ -89,14 +89,21 @@ class EventStream(Response):
         values: The values.
         limits: How long a client may take nothing.
         close: Called at the end, however it comes: it frees what the values are made from.
+        headers: More headers.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, values: AsyncIterator[dict[str, Any] | None], limits: Limits, close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        values: AsyncIterator[dict[str, Any] | None],
+        limits: Limits,
+        close: Callable[[], None],
+        headers: dict[str, str] | None = None,
+    ) -> None:
         self.status_code, self.background = 200, None
         self._values, self._limits, self._close = values, limits, close
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

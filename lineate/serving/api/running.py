@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lineate.serving.api.errors import ApiError, internal, invalid, unavailable
@@ -27,6 +27,8 @@ class Piece:
     choice: int
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt: tuple[TokenLogprob, ...] | None = None
+    """The log-probabilities of the prompt's tokens after the first, in the first piece, if they were asked for."""
     finish: str | None = None
     """ "stop" or "length", if the choice has ended."""
 
@@ -106,7 +108,8 @@ class Running:
 
     Args:
         service: The model that is served.
-        requests: One request for each prompt, all with the same n.
+        requests: One request for each prompt, all with the same n. If that is above the engine's slots, the choices
+            beyond wait as requests of their own, which read the prompt again unless its state is kept.
         stops: Strings that end a choice.
         show_markers: Whether tokens for calls and reasoning are shown, which may be special ones.
         param: The field that an error about the length names.
@@ -115,10 +118,11 @@ class Running:
     def __init__(
         self, service: Service, requests: Sequence[Request], stops: Sequence[str], show_markers: bool, param: str
     ) -> None:
-        if len(requests) > (most := service.engine.queue):  # waiting would not help
-            raise invalid(param, f"{param} must have at most {most} prompts, got {len(requests)}", "invalid_value")
-        self._service, self._requests = service, requests
-        self.n = requests[0].n
+        parts = [part for n, request in enumerate(requests) for part in _parts(request, n, service.engine.slots)]
+        if len(parts) > (most := service.engine.queue):  # waiting would not help
+            message = f"{param} and n must need at most {most} places in the queue, got {len(parts)}"
+            raise invalid(param, message, "invalid_value")
+        self._service, self._parts, self.n = service, parts, requests[0].n
         markers = _hidden_markers(service.tokenizer) if show_markers else {}
         self._choices = [_Choice(service.tokenizer, x.ids, stops, markers) for x in requests for _ in range(x.n)]
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -126,7 +130,7 @@ class Running:
         self.counts = Counts(prompt=sum(len(x.ids) for x in requests))
         self._handles: list[Handle] = []
         try:
-            for n, request in enumerate(requests):
+            for n, (_, request) in enumerate(parts):
                 self._handles.append(service.submit(request, self._listener(n), param))
         except BaseException:
             self.close()
@@ -139,8 +143,8 @@ class Running:
 
     def close(self) -> None:
         """Cancel what still runs; the engine frees its slots before the next step."""
-        for n, handle in enumerate(self._handles):
-            if not all(choice.done for choice in self._choices[n * self.n : (n + 1) * self.n]):
+        for (first, request), handle in zip(self._parts, self._handles, strict=False):
+            if not all(choice.done for choice in self._choices[first : first + request.n]):
                 handle.cancel()
         self._finish_counts()
 
@@ -148,7 +152,8 @@ class Running:
         """End a choice whose text is complete, as a stop token would."""
         if not self._choices[choice].done:
             self._choices[choice].done = True
-            self._handles[choice // self.n].stop(choice % self.n)
+            part = next(n for n, (first, x) in enumerate(self._parts) if choice < first + x.n)
+            self._handles[part].stop(choice - self._parts[part][0])
 
     async def pieces(self, heartbeat: float | None = None) -> AsyncIterator[Piece | None]:
         """Yield pieces until all choices have ended; None after so many seconds of silence."""
@@ -165,7 +170,8 @@ class Running:
         self._finish_counts()
 
     def _piece(self, n: int, event: Event) -> Piece | None:
-        number = n * self.n + event.index
+        first, request = self._parts[n]
+        number = first + event.index
         choice, handle = self._choices[number], self._handles[n]
         if choice.done:
             return None
@@ -180,7 +186,7 @@ class Running:
             self.counts.first = self.counts.first or self.counts.last
         if choice.cached is None and (event.tokens or event.finished):
             choice.cached = event.cached_tokens
-        shown, counted, met = choice.take(event, self._requests[n].stop_tokens)
+        shown, counted, met = choice.take(event, request.stop_tokens)
         finish = "stop" if met else event.finished
         if met and event.finished is None:
             handle.stop(event.index)
@@ -191,19 +197,19 @@ class Running:
             self.counts.stopped_by = "time" if finish == "timeout" else "shutdown"
             finish = "length"
         choice.done = finish is not None
-        if not shown and finish is None and not event.logprobs:
+        if not shown and finish is None and not event.logprobs and event.prompt is None:
             return None
-        return Piece(number, shown, event.logprobs[:counted], finish)
+        return Piece(number, shown, event.logprobs[:counted], event.prompt, finish)
 
     def _finish_counts(self) -> None:
         """Sum what the choices took; the prompt of several choices is read once."""
         counts = self.counts
         counts.completion = sum(choice.tokens for choice in self._choices)
-        counts.cached = sum(self._choices[n * self.n].cached or 0 for n in range(len(self._requests)))
+        counts.cached = sum(choice.cached or 0 for choice in self._choices[:: self.n])
         counts.longest = max(
             len(request.ids) + choice.tokens
-            for n, request in enumerate(self._requests)
-            for choice in self._choices[n * self.n : (n + 1) * self.n]
+            for first, request in self._parts
+            for choice in self._choices[first : first + request.n]
         )
 
     def _listener(self, n: int) -> Any:
@@ -216,6 +222,17 @@ class Running:
                 LOG.debug("an event came after the server had ended")
 
         return bring
+
+
+def _parts(request: Request, number: int, slots: int) -> list[tuple[int, Request]]:
+    """Divide prompt `number` into requests that the engine can run; return the first choice of each, and it."""
+    found = []
+    for first in range(0, request.n, slots):
+        seed = (request.sampling.seed + first) % 2**64
+        sampling = replace(request.sampling, seed=seed) if first else request.sampling
+        part = replace(request, n=min(slots, request.n - first), sampling=sampling)
+        found.append((number * request.n + first, part))
+    return found
 
 
 def _unanswered(finish: str) -> ApiError:
@@ -235,7 +252,7 @@ def _hidden_markers(tokenizer: Tokenizer) -> dict[int, str]:
     return found
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob], ends: frozenset[int]) -> list[dict[str, Any]]:
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     """Return log-probabilities as /v1/chat/completions lists them."""
     return [
         {
@@ -243,7 +260,6 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob], ends: f
             "top_logprobs": [_entry(tokenizer, token, logprob) for token, logprob in x.top],
         }
         for x in entries
-        if x.token not in ends
     ]
 
 
@@ -257,25 +273,40 @@ class TextLogprobs:
 
     Args:
         tokenizer: Says what tokens look like.
-        start: Characters of the text before the first token.
+        prompt: The tokens of the prompt.
+        start: Characters of the text before the first new token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, start: int = 0) -> None:
-        self._tokenizer, self._offset = tokenizer, start
-        self._text = Detokenizer(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], start: int = 0) -> None:
+        self._tokenizer, self._prompt, self._offset = tokenizer, prompt, start
+        self._text = Detokenizer(tokenizer, after=prompt)
 
-    def lists(self, entries: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
-        """Return the lists for the next tokens; those that end the text are left out."""
+    def lists(self, prompt: Sequence[TokenLogprob] | None, entries: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
+        """Return the lists for the prompt, whose first token has no log-probability, and for the next tokens.
+
+        Args:
+            prompt: The tokens of the prompt after the first; None to leave the prompt out.
+            entries: The next tokens.
+        """
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        if prompt is not None:
+            text, offset = Detokenizer(self._tokenizer), 0
+            for token, x in zip(self._prompt, (None, *prompt), strict=True):
+                self._add(lists, token, x, offset)
+                offset += len(text.push(token))
         for x in entries:
-            if x.token in self._tokenizer.ends:
-                continue
-            lists["tokens"].append(self._name(x.token))
-            lists["token_logprobs"].append(max(x.logprob, LEAST_LOGPROB))
-            lists["top_logprobs"].append({self._name(i): max(logprob, LEAST_LOGPROB) for i, logprob in x.top})
-            lists["text_offset"].append(self._offset)
+            self._add(lists, x.token, x, self._offset)
             self._offset += len(self._text.push(x.token))
         return lists
+
+    def _add(self, lists: dict[str, list[Any]], token: int, x: TokenLogprob | None, offset: int) -> None:
+        lists["tokens"].append(self._name(token))
+        lists["token_logprobs"].append(None if x is None else max(x.logprob, LEAST_LOGPROB))
+        top: dict[str, float] = {}
+        for i, logprob in () if x is None else x.top:
+            top.setdefault(self._name(i), max(logprob, LEAST_LOGPROB))  # of tokens that look the same, the likeliest
+        lists["top_logprobs"].append(None if x is None else top)
+        lists["text_offset"].append(offset)
 
     def _name(self, token: int) -> str:
         """Return the text of a token; one that is part of a character is written as its bytes."""

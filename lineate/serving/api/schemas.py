@@ -8,14 +8,10 @@ from typing import Any
 from lineate.generation.choice import Sampling
 from lineate.serving.api.errors import ApiError, invalid, too_long
 from lineate.serving.api.fields import Fields, shown
+from lineate.serving.api.foreign import accept_foreign
 from lineate.serving.api.messages import read_messages, read_tools
 from lineate.serving.limits import Limits
 
-IGNORED = (
-    "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier",
-    "store", "user", "verbosity",
-)  # fmt: skip
-"""Fields of OpenAI's that change nothing here: bookkeeping of an account, and hints about speed and style."""
 MOST_TOP_LOGPROBS = 20
 MOST_TOP_LOGPROBS_OF_COMPLETIONS = 5
 DEFAULT_COMPLETION_TOKENS = 16
@@ -34,8 +30,6 @@ class Server:
     """The name of the model that is served."""
     vocab_size: int
     """Ids of tokens are below this."""
-    most_choices: int
-    """Choices of one prompt, which are generated together."""
     most_prompt: int
     """Tokens of a prompt."""
     limits: Limits = field(default_factory=Limits)
@@ -72,6 +66,8 @@ class Wanted:
     """Choices of one prompt."""
     logprobs: int | None
     """How many of the likeliest tokens are listed beside each token; None for no log-probabilities at all."""
+    echo: bool
+    """Whether the text begins with the prompt, whose tokens then have log-probabilities, too."""
     stream: bool
     """Whether the answer comes as server-sent events."""
     usage_chunk: bool
@@ -87,8 +83,8 @@ class CompletionCall:
     wanted: Wanted
     prompts: tuple[str | tuple[int, ...], ...]
     """Texts, or ids of tokens."""
-    echo: bool
-    """Whether the text begins with the prompt."""
+    ignored: tuple[str, ...] = ()
+    """Fields of other servers that had no effect."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +104,8 @@ class ChatCall:
     """Whether one answer may call several times."""
     options: dict[str, Any]
     """Variables for the template, such as enable_thinking."""
+    ignored: tuple[str, ...] = ()
+    """Fields of other servers that had no effect."""
 
 
 def read_completion(fields: Fields, server: Server) -> CompletionCall:
@@ -116,18 +114,16 @@ def read_completion(fields: Fields, server: Server) -> CompletionCall:
     prompts = _prompts(fields, server)
     echo = fields.flag("echo")
     logprobs = fields.whole("logprobs", 0, MOST_TOP_LOGPROBS_OF_COMPLETIONS)
-    if echo and logprobs is not None:
-        raise invalid("echo", "echo with logprobs is not supported: prompts have no log-probabilities here")
-    max_tokens = _most_tokens(fields, ("max_tokens",), limits)
+    max_tokens = _most_tokens(fields, ("max_tokens", "n_predict"), limits, least=0)
     fields.refuse(("suffix",), "the model only continues a text")
-    wanted = _wanted(fields, server, max_tokens or (DEFAULT_COMPLETION_TOKENS, "max_tokens"), logprobs)
+    wanted = _wanted(fields, server, max_tokens or (DEFAULT_COMPLETION_TOKENS, "max_tokens"), logprobs, echo)
     best = fields.whole("best_of", 1, 128)
     if best is not None and best != wanted.n:
         raise invalid("best_of", f"best_of must be n = {wanted.n} or left out, got {best}", "unsupported_value")
     _check_choices(len(prompts), wanted.n, limits)
-    fields.ignore(*IGNORED)
+    ignored = accept_foreign(fields)
     fields.finish()
-    return CompletionCall(wanted, prompts, echo)
+    return CompletionCall(wanted, prompts, ignored)
 
 
 def read_chat(fields: Fields, server: Server) -> ChatCall:
@@ -143,7 +139,9 @@ def read_chat(fields: Fields, server: Server) -> ChatCall:
         logprobs = top or 0
     elif top is not None:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true", "invalid_value")
-    wanted = _wanted(fields, server, _most_tokens(fields, ("max_completion_tokens", "max_tokens"), limits), logprobs)
+    wanted = _wanted(
+        fields, server, _most_tokens(fields, ("max_completion_tokens", "max_tokens", "n_predict"), limits), logprobs
+    )
     if wanted.format is not None and choice not in ("none", "auto"):
         raise invalid(
             "tool_choice", "tool_choice must be 'auto' or 'none' beside response_format, as both constrain it"
@@ -154,12 +152,15 @@ def read_chat(fields: Fields, server: Server) -> ChatCall:
         raise fields.wrong("modalities", '["text"], the only one that the model writes')
     fields.refuse(("audio", "web_search_options"), "the model reads and writes text")
     fields.refuse(("functions", "function_call"), "they are deprecated; use tools and tool_choice")
-    fields.ignore(*IGNORED)
+    ignored = accept_foreign(fields)
     fields.finish()
-    return ChatCall(wanted, messages, () if choice == "none" else tools, choice, named, parallel, options)
+    tools = () if choice == "none" else tools
+    return ChatCall(wanted, messages, tools, choice, named, parallel, options, ignored)
 
 
-def _wanted(fields: Fields, server: Server, most: tuple[int, str] | None, logprobs: int | None) -> Wanted:
+def _wanted(
+    fields: Fields, server: Server, most: tuple[int, str] | None, logprobs: int | None, echo: bool = False
+) -> Wanted:
     """Read what both endpoints share."""
     check_model(fields, server)
     stream = fields.flag("stream")
@@ -169,7 +170,7 @@ def _wanted(fields: Fields, server: Server, most: tuple[int, str] | None, logpro
         if not stream:
             raise invalid("stream_options", "stream_options is only for stream: true", "invalid_value")
         usage = options.flag("include_usage")
-        options.ignore("include_obfuscation")
+        options.ignore("include_obfuscation", "continuous_usage_stats")
         options.finish()
     return Wanted(
         sampling=_sampling(fields, server),
@@ -178,8 +179,9 @@ def _wanted(fields: Fields, server: Server, most: tuple[int, str] | None, logpro
         stops=_stops(fields, server.limits),
         stop_tokens=_stop_tokens(fields, server),
         ignore_end=fields.flag("ignore_eos"),
-        n=fields.whole("n", 1, min(server.most_choices, server.limits.choices)) or 1,
+        n=fields.whole("n", 1, server.limits.choices) or 1,
         logprobs=logprobs,
+        echo=echo,
         stream=stream,
         usage_chunk=usage,
         format=_format(fields),
@@ -223,9 +225,9 @@ def _biases(fields: Fields, server: Server) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(found.items()))
 
 
-def _most_tokens(fields: Fields, names: tuple[str, ...], limits: Limits) -> tuple[int, str] | None:
+def _most_tokens(fields: Fields, names: tuple[str, ...], limits: Limits, least: int = 1) -> tuple[int, str] | None:
     """Return the most tokens to generate and the field that says so; the first of the names wins."""
-    found = [(value, name) for name in names if (value := fields.whole(name, 1, 2**31 - 1)) is not None]
+    found = [(value, name) for name in names if (value := fields.whole(name, least, 2**31 - 1)) is not None]
     if not found:
         return None
     value, name = found[0]

@@ -97,7 +97,7 @@ class Service:
         self.limits, self.metrics = limits, metrics
         most = description.context - 1  # there must be room for one more token
         most = most if limits.prompt_tokens is None else min(most, limits.prompt_tokens)
-        self.server = Server(description.name, tokenizer.vocab_size, description.slots, most, limits)
+        self.server = Server(description.name, tokenizer.vocab_size, most, limits)
         self.chat_stops = DEFAULT_STOPS if tokenizer.chat is None else ()
         self.grammars = Grammars(tokenizer, limits.grammar_bytes)
         source = "" if tokenizer.chat is None else tokenizer.chat.source + (tokenizer.chat.tool_source or "")
@@ -168,6 +168,7 @@ class Service:
             stop_tokens=ends | frozenset(wanted.stop_tokens),
             n=wanted.n,
             logprobs=wanted.logprobs,
+            prompt_logprobs=wanted.logprobs if wanted.echo else None,
             guide=prompt.guide,
             timeout=self.limits.seconds,
         )

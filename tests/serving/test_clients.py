@@ -1,0 +1,295 @@
+"""What clients of OpenAI, vLLM, llama.cpp, Ollama and lm-evaluation-harness send, and what they read."""
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("openai")
+pytest.importorskip("llguidance")
+
+import httpx
+import torch
+from chat_tokenizer import chat_tokenizer
+from live_server import live, until
+from small_models import random_model
+
+from lineate.generation.choice import Sampling
+from lineate.models import preset
+from lineate.serving.app import Settings, describe
+from lineate.serving.cache import StateCache
+from lineate.serving.engine import Engine
+from lineate.serving.requests import Request
+
+MODEL, CONTEXT, SLOTS, SPACING = "tiny-chat", 1024, 3, 64
+HELLO = [{"role": "user", "content": "Hello, who are you?"}]
+TEXT = {str(token): -100 for token in range(256, 264)}
+ORIGIN = "https://app.example"
+WORDS = "Once upon a time there was a lion. " * 8
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return chat_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return random_model(replace(preset("tiny", vocab_size=tokenizer.vocab_size), n_layers=2, pattern="GA"))
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    engine = Engine(model, slots=SLOTS, context=CONTEXT, spacing=SPACING, cache=StateCache(2**26, SPACING))
+    engine.start()
+    yield engine
+    engine.stop(drain=False)
+
+
+@pytest.fixture(scope="module")
+def server(engine, tokenizer):
+    description = describe(engine.model, tokenizer, MODEL, CONTEXT, SLOTS)
+    with live(engine, tokenizer, description, Settings(cors=(ORIGIN,))) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return server.client()
+
+
+@pytest.fixture(scope="module")
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        yield http
+
+
+def post(http, route="/v1/chat/completions", **body):
+    body = {"messages": HELLO, **body} if "chat" in route else body
+    return http.post(route, json={"max_tokens": 3, "seed": 1, "logit_bias": TEXT, **body})
+
+
+def expected(model, ids, top):
+    """Return the log-probabilities of the tokens after the first, and of the likeliest ones, from one pass."""
+    with torch.no_grad():
+        values = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)[:-1]
+    return values[torch.arange(len(ids) - 1), torch.tensor(ids[1:])], values.topk(top).values
+
+
+# Messages and fields.
+
+
+def test_a_message_is_given_back_as_it_was_dumped(client):
+    """`messages.append(message.model_dump())` has null for everything that the message lacks."""
+    tool = {"type": "function", "function": {"name": "now"}}
+    options = {"model": MODEL, "seed": 3, "tools": [tool]}
+    first = client.chat.completions.create(
+        messages=HELLO, max_tokens=300, tool_choice="required", parallel_tool_calls=False, **options
+    )
+    message = first.choices[0].message.model_dump()
+    assert message["annotations"] is None and json.loads(message["tool_calls"][0]["function"]["arguments"]) == {}
+    messages = [*HELLO, message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "Noon."}]
+    second = client.chat.completions.create(messages=messages, max_tokens=5, logit_bias=TEXT, **options)
+    messages += [second.choices[0].message.model_dump(), HELLO[0]]
+    third = client.chat.completions.create(messages=messages, max_tokens=5, **options)
+    assert third.usage.prompt_tokens > second.usage.prompt_tokens
+
+
+def test_parts_of_messages_that_say_nothing(http):
+    plain = post(http, messages=[{"role": "user", "content": "Hi"}]).json()
+    mark = {"cache_control": {"type": "ephemeral"}}
+    marked = [{"role": "user", "content": [{"type": "text", "text": "Hi", **mark}], "annotations": [], **mark}]
+    found = post(http, messages=marked).json()
+    assert found["choices"] == plain["choices"] and found["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+    tool = {"type": "function", "function": {"name": "f", **mark}, **mark}
+    assert post(http, tools=[tool]).status_code == 200
+
+
+FOREIGN = {
+    "vllm": {"skip_special_tokens": True, "truncate_prompt_tokens": None, "length_penalty": 1.0, "priority": 0},
+    "llama.cpp": {"cache_prompt": True, "mirostat": 0, "dry_multiplier": 0.0, "samplers": ["top_k"], "top_n_sigma": -1},
+    "ollama": {"keep_alive": "5m", "options": {"num_ctx": 4096}, "think": False},
+    "nothing": {"bad_words": [], "min_tokens": 0, "grammar": "", "add_generation_prompt": True, "images": None},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("server_of", FOREIGN)
+def test_fields_of_other_servers(http, caplog, server_of, stream):
+    fields = FOREIGN[server_of]
+    named = [name for name, value in fields.items() if value is not None] if server_of != "nothing" else []
+    with caplog.at_level(logging.DEBUG, "lineate.serving"):
+        for route, own in (("/v1/chat/completions", {}), ("/v1/completions", {"prompt": "Once"})):
+            plain, answer = (post(http, route, stream=stream, **own, **more) for more in ({}, fields))
+            assert answer.status_code == 200, answer.text
+            assert answer.headers.get("x-lineate-ignored", "") == ", ".join(named)
+            assert "x-lineate-ignored" not in plain.headers
+            if not stream:
+                assert answer.json()["choices"] == plain.json()["choices"]
+    lines = [x.getMessage() for x in caplog.records if "are ignored" in x.getMessage()]
+    assert len(lines) == (2 if named else 0) and all(", ".join(named) in line for line in lines)
+
+
+def test_the_length_as_llama_cpp_names_it(http):
+    assert post(http, max_tokens=None, n_predict=2).json()["usage"]["completion_tokens"] == 2
+
+
+def test_head(http):
+    for route in ("/", "/health"):
+        answer = http.head(route)
+        assert answer.status_code == 200 and answer.content == b""
+        assert answer.headers["content-length"] == http.get(route).headers["content-length"]
+
+
+def test_a_preflight_of_openais_client(http):
+    asked = ["authorization", "content-type", "x-stainless-arch", "x-stainless-retry-count", "x-stainless-new-header"]
+    headers = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
+    answer = http.options(
+        "/v1/chat/completions", headers={**headers, "Access-Control-Request-Headers": ", ".join(asked)}
+    )
+    assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == ORIGIN
+    assert set(asked) <= {x.strip() for x in answer.headers["access-control-allow-headers"].split(",")}
+    other = http.options("/v1/chat/completions", headers={**headers, "Origin": "https://evil.example"})
+    assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
+    read = http.get("/health", headers={"Origin": ORIGIN}).headers
+    assert "X-Lineate-Ignored" in read["access-control-expose-headers"]
+
+
+# Choices.
+
+
+def test_more_choices_than_slots(client):
+    options = {"model": MODEL, "messages": HELLO, "max_tokens": 8, "logit_bias": TEXT, "logprobs": True}
+    made = client.chat.completions.create(n=2 * SLOTS + 1, seed=5, **options)
+    assert [x.index for x in made.choices] == list(range(2 * SLOTS + 1))
+    for n, choice in enumerate(made.choices):
+        alone = client.chat.completions.create(seed=5 + n, **options).choices[0]
+        assert (choice.message.content, choice.logprobs) == (alone.message.content, alone.logprobs)
+    assert made.usage.completion_tokens == 8 * (2 * SLOTS + 1)
+    texts = [""] * (2 * SLOTS + 1)
+    for chunk in client.chat.completions.create(n=2 * SLOTS + 1, seed=5, stream=True, **options):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == [x.message.content for x in made.choices]
+
+
+def test_a_seed_at_the_end_of_its_range(client):
+    options = {"model": MODEL, "messages": HELLO, "max_tokens": 4, "logit_bias": TEXT}
+    made = client.chat.completions.create(n=SLOTS + 1, seed=2**64 - 1, **options)
+    alone = client.chat.completions.create(seed=SLOTS - 1, **options)
+    assert made.choices[SLOTS].message.content == alone.choices[0].message.content
+
+
+def test_more_prompts_than_slots(client):
+    prompts = [f"Number {n}: " for n in range(40)]
+    options = {"model": MODEL, "max_tokens": 4, "seed": 7, "logit_bias": TEXT}
+    made = client.completions.create(prompt=prompts, n=2, **options)
+    assert [x.index for x in made.choices] == list(range(80)) and made.usage.completion_tokens == 320
+    for n in (0, 17, 39):
+        alone = client.completions.create(prompt=prompts[n], n=2, **options | {"seed": 7 + 2 * n})
+        assert [x.text for x in made.choices[2 * n : 2 * n + 2]] == [x.text for x in alone.choices]
+
+
+def test_choices_that_the_queue_has_no_room_for(engine, http):
+    answer = post(http, "/v1/completions", prompt=["a"] * 65, n=2)
+    assert answer.status_code == 400 and "at most 128, got 65 x 2" in answer.json()["error"]["message"]
+    until(lambda: engine.stats.waiting + engine.stats.running == 0)
+
+
+# Log-probabilities.
+
+
+def test_the_end_token_has_a_log_probability(client, tokenizer):
+    end = min(tokenizer.ends)
+    forced = {"model": MODEL, "max_tokens": 5, "logit_bias": {str(end): 100}}
+    choice = client.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=2, **forced).choices[0]
+    (entry,) = choice.logprobs.content
+    assert choice.finish_reason == "stop" and choice.message.content == ""
+    assert entry.token == tokenizer.decode([end], keep_special=True) and len(entry.top_logprobs) == 2
+    streamed = client.chat.completions.create(messages=HELLO, logprobs=True, stream=True, **forced)
+    found = [x for chunk in streamed for x in (chunk.choices[0].logprobs or chunk).model_dump().get("content") or []]
+    assert [x["logprob"] for x in found] == [entry.logprob]
+    listed = client.completions.create(prompt="Once", logprobs=1, **forced).choices[0].logprobs
+    assert listed.tokens == [entry.token] and len(listed.token_logprobs) == 1
+
+
+@pytest.mark.parametrize("length", [1, 2, SPACING, SPACING + 1, 3 * SPACING + 5])
+def test_log_probabilities_of_a_prompt(engine, model, length):
+    """They are those of one pass over the prompt, whatever the cache has, and n and the length do not matter."""
+    ids = torch.randint(256, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    plain = [engine.submit(Request(ids, Sampling(seed=1), max_new_tokens=4, n=2)).result(60) for _ in range(2)]
+    for new in (0, 4):
+        request = Request(ids, Sampling(seed=1), max_new_tokens=new, n=2, prompt_logprobs=3)
+        for made, other in zip(engine.submit(request).result(60), plain[0], strict=True):
+            assert made.tokens == other.tokens[:new] and made.finished == "length" and made.cached_tokens == 0
+            assert [x.token for x in made.prompt] == ids[1:]
+            if length > 1:
+                own, best = expected(model, ids, 3)
+                torch.testing.assert_close(
+                    torch.tensor([x.logprob for x in made.prompt]).double(), own, atol=2e-4, rtol=0
+                )
+                found = torch.tensor([[value for _, value in x.top] for x in made.prompt]).double()
+                torch.testing.assert_close(found, best, atol=2e-4, rtol=0)
+    assert all(x.prompt is None for x in plain[1])
+
+
+def test_a_prompt_with_log_probabilities_waits_for_no_other(model):
+    """It is read at once beside one with the same beginning, which it leaves nothing to."""
+    engine = Engine(model, slots=2, context=CONTEXT, spacing=SPACING, cache=StateCache(2**24, SPACING))
+    ids = list(range(4 * SPACING))
+    handles = [engine.submit(Request(ids, max_new_tokens=1, prompt_logprobs=x)) for x in (None, 0, None, 0)]
+    while engine.step():
+        pass
+    assert [len(x.result(0)[0].prompt or ()) for x in handles] == [0, len(ids) - 1, 0, len(ids) - 1]
+    assert engine.stats.read_tokens == 3 * len(ids)  # the second plain one finds the state of the first
+    engine.stop()
+
+
+@pytest.mark.parametrize("most", [0, 1, 5])
+def test_echo_with_log_probabilities(client, model, tokenizer, most):
+    """The lists of /v1/completions: one entry for each token of the prompt and of the answer, and where it begins."""
+    options = {"model": MODEL, "max_tokens": most, "seed": 2, "logit_bias": TEXT, "echo": True}
+    prompt = "Grüße, 世界! " + WORDS
+    ids = [*tokenizer.start, *tokenizer.encode(prompt)]
+    choice = client.completions.create(prompt=prompt, logprobs=2, **options).choices[0]
+    found = choice.logprobs
+    assert choice.text.startswith(prompt) and choice.finish_reason == "length"
+    assert {len(x) for x in (found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset)} == {
+        len(ids) + most
+    }
+    assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+    own, best = expected(model, ids, 2)
+    assert found.token_logprobs[1 : len(ids)] == pytest.approx(own.tolist(), abs=2e-4)
+    assert [max(x.values()) for x in found.top_logprobs[1 : len(ids)]] == pytest.approx(best[:, 0].tolist(), abs=2e-4)
+    for token, offset in zip(found.tokens, found.text_offset, strict=True):
+        assert token.startswith("bytes:") or choice.text.startswith(token, offset)
+    by_ids = client.completions.create(prompt=ids, logprobs=2, **options).choices[0]
+    assert (by_ids.text, by_ids.logprobs) == (choice.text, found)
+    chunks = [x.choices[0] for x in client.completions.create(prompt=prompt, logprobs=2, stream=True, **options)]
+    assert "".join(x.text for x in chunks) == choice.text
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [y for x in chunks if x.logprobs for y in getattr(x.logprobs, name)] == getattr(found, name)
+    if not most:
+        plain = client.completions.create(prompt=prompt, model=MODEL, max_tokens=0)
+        assert (plain.choices[0].text, plain.usage.completion_tokens) == ("", 0)
+
+
+def test_what_lm_evaluation_harness_reads(http, model, tokenizer):
+    """Its local-completions: a batch of lists of ids, from which it sums the log-probabilities of each continuation."""
+    pairs = [("The lion is", " big"), (WORDS, "and then"), ("2 + 2 =", " 4"), ("x", "<|im_end|>")]
+    encoded = [(tokenizer.encode(a), tokenizer.encode_rendered(b)) for a, b in pairs]
+    sent = {
+        "model": MODEL, "prompt": [a + b for a, b in encoded], "temperature": 0, "max_tokens": 1, "logprobs": 1,
+        "seed": 1234, "echo": True,
+    }  # fmt: skip
+    for _ in range(2):  # the second time, the cache has them
+        answer = http.post("/v1/completions", json=sent)
+        assert answer.status_code == 200
+        for choice, (context, rest) in zip(answer.json()["choices"], encoded, strict=True):
+            own, best = (x[-len(rest) :] for x in expected(model, context + rest, 1))
+            listed = choice["logprobs"]["token_logprobs"][len(context) : -1]
+            tops = choice["logprobs"]["top_logprobs"][len(context) : -1]
+            assert sum(listed) == pytest.approx(float(own.sum()), abs=1e-3) and len(listed) == len(rest)
+            greedy = all(x == max(top.values()) for x, top in zip(listed, tops, strict=True))
+            assert greedy == bool((own >= best[:, 0]).all())
