@@ -227,6 +227,9 @@ def _biases(fields: Fields, server: Server) -> tuple[tuple[int, float], ...]:
 
 def _most_tokens(fields: Fields, names: tuple[str, ...], limits: Limits, least: int = 1) -> tuple[int, str] | None:
     """Return the most tokens to generate and the field that says so; the first of the names wins."""
+    if fields.value.get("n_predict") == -1:  # llama.cpp's word for as many as there is room for
+        fields.ignore("n_predict")
+        names = tuple(name for name in names if name != "n_predict")
     found = [(value, name) for name in names if (value := fields.whole(name, least, 2**31 - 1)) is not None]
     if not found:
         return None
