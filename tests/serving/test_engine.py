@@ -356,7 +356,15 @@ def test_errors():
         make(cache=StateCache(2**20, 128))
     with pytest.raises(ValueError, match="slots must be an int of at least 1, got 0"):
         make(slots=0)
-    for wrong in ({"n": 0}, {"max_new_tokens": 0}, {"logprobs": -1}, {"timeout": 0.0}, {"ids": ()}, {"n": None}):
+    for wrong in (
+        {"n": 0},
+        {"max_new_tokens": -1},
+        {"logprobs": -1},
+        {"prompt_logprobs": -1},
+        {"timeout": 0.0},
+        {"ids": ()},
+        {"n": None},
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Request(**{"ids": (1,), **wrong})
     engine = make()
