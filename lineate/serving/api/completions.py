@@ -59,12 +59,15 @@ class _Answer(Answering):
         async for piece in self._running.pieces():
             if piece is not None:
                 found[piece.choice].append(piece)
-        choices = []
-        for n, pieces in enumerate(found):
-            entries = tuple(entry for piece in pieces for entry in piece.logprobs)
-            whole = replace(pieces[-1], prompt=pieces[0].prompt, logprobs=entries)
-            choices.append(self._choice(n, self._echo(n) + "".join(piece.text for piece in pieces), whole))
+        made = [self._joined(n, pieces) for n, pieces in enumerate(found)]
+        choices = await self._service.work(lambda: [self._choice(*each) for each in made])  # prompts have many tokens
         return {**self._head, "choices": choices, "usage": self._running.counts.usage(), "lineate": self._own()}
+
+    def _joined(self, number: int, pieces: Sequence[Piece]) -> tuple[int, str, Piece]:
+        """Return a choice's number, its text, and all of its pieces as one."""
+        entries = tuple(entry for piece in pieces for entry in piece.logprobs)
+        whole = replace(pieces[-1], prompt=pieces[0].prompt, logprobs=entries)
+        return number, self._echo(number) + "".join(piece.text for piece in pieces), whole
 
     async def chunks(self) -> AsyncIterator[dict[str, Any] | None]:
         """Yield chunks as text arrives."""
