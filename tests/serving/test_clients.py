@@ -248,6 +248,34 @@ def test_a_prompt_with_log_probabilities_waits_for_no_other(model):
     engine.stop()
 
 
+class Watching:
+    """A drafter without guesses that is told what the head has read."""
+
+    needs_hidden, row_nbytes = True, None
+
+    def __init__(self):
+        self.observed = []
+
+    def propose(self, rows, most):
+        return [None] * len(rows)
+
+    def observe(self, key, ids, start, hidden):
+        self.observed.append((start, len(hidden)))
+
+    def forget(self, key):
+        pass
+
+
+def test_a_drafter_sees_a_prompt_with_log_probabilities(model):
+    drafter, ids = Watching(), list(range(2 * SPACING + 3))
+    engine = Engine(model, slots=2, context=CONTEXT, spacing=SPACING, drafter=drafter)
+    handle = engine.submit(Request(ids, max_new_tokens=0, prompt_logprobs=0))
+    while engine.step():
+        pass
+    assert drafter.observed == [(0, SPACING), (SPACING, SPACING), (2 * SPACING, 3)]
+    assert len(handle.result(0)[0].prompt) == len(ids) - 1
+
+
 @pytest.mark.parametrize("most", [0, 1, 5])
 def test_echo_with_log_probabilities(client, model, tokenizer, most):
     """The lists of /v1/completions: one entry for each token of the prompt and of the answer, and where it begins."""
