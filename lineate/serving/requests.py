@@ -49,10 +49,10 @@ class Request:
         stop_tokens: Tokens that end a continuation; the token that was met is its last one.
         n: How many continuations of the prompt are made; the prompt is read once.
         logprobs: If an int, events have the log-probability of each token and of so many of the likeliest ones.
-        prompt_logprobs: If an int, the first event of each continuation has the log-probability of each token of the
-            prompt after the first, and of so many of the likeliest ones. The prompt is read whole, without the cache.
         guide: Restricts the tokens that can be chosen; each continuation gets a copy of it.
         timeout: Seconds after which the request ends, counted from its submission; None: never.
+        prompt_logprobs: If an int, the first event of each continuation has the log-probability of each token of the
+            prompt after the first, and of so many of the likeliest ones. The prompt is read whole, without the cache.
     """
 
     ids: tuple[int, ...]
@@ -61,9 +61,9 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     n: int = 1
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
     guide: Guide | None = None
     timeout: float | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", tuple(self.ids))

@@ -273,7 +273,7 @@ def test_a_rank_that_chooses_other_tokens_ends_the_job(no_grace):
 
 def test_requests_travel_as_plain_data():
     sampling = Sampling(0.7, 3, 0.9, 0.1, 1.2, 0.3, 0.4, ((3, 1.5), (7, -100.0)), 2**64 - 1)
-    request = Request((1, 2, 3), sampling, 7, frozenset({5, 4}), 2, 3, None, 1.5)
+    request = Request((1, 2, 3), sampling, 7, frozenset({5, 4}), 2, 3, None, 1.5, 4)
     assert read_request(plain_request(request)) == request
     assert read_request(plain_request(Request((1,)))) == Request((1,))
     guided = read_request(plain_request(Request((1,), guide=Counting(3, 6))), Counting.read)
