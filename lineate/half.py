@@ -6,8 +6,9 @@ On such a CPU, torch's own products in bfloat16 take up to hundreds of times as 
 of their rows are widened one after another, so that a model's memory does not double. Under autocast the operands are
 not rounded first; the result has autocast's dtype.
 
-A few rows of float32, as decoding has them, are multiplied by our C code. torch needs up to twice the time for four to
-sixteen rows, and on some processors more than we do for up to 64; its bits depend on their number, ours do not.
+A few rows, as decoding has them, are multiplied by our C code, also on a CPU with 16-bit products. torch needs up to
+twice the time for four to sixteen rows of float32, and on some processors more than we do for up to 64; its bits depend
+on their number, ours do not.
 
 Inside a compiler or a transform, plain torch functions run, without blocks. Tensor subclasses that define their own
 products, such as quantised weights, use those.
@@ -55,22 +56,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def has_few_rows(x: Tensor) -> bool:
-    """Whether x `... k` has so few rows of float32 that our C code may multiply them; a graph is for all numbers."""
-    if torch.compiler.is_compiling() or x.dtype is not torch.float32 or not x.is_cpu:
+    """Whether x `... k` has so few rows that our C code may multiply them; a graph is for all numbers."""
+    if torch.compiler.is_compiling() or not x.is_cpu:
         return False
-    return 0 < x.numel() <= native.MOST_ROWS * x.shape[-1]
+    most = native.MOST_ROWS if x.dtype is torch.float32 else native.FEW_ROWS if x.dtype in _HALVES else 0
+    return 0 < x.numel() <= most * x.shape[-1]
 
 
 def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Return x weight^T + bias of a few rows; None where torch must multiply."""
-    if weight.dtype is not torch.float32 or not weight.is_cpu or weight.dim() != 2 or needs_grad(x, weight, bias):
+    if weight.dtype is not x.dtype or not weight.is_cpu or weight.dim() != 2 or needs_grad(x, weight, bias):
         return None
     if torch.is_autocast_enabled("cpu") or not is_eager(x, weight, bias):
         return None
     y = native.product(x.reshape(-1, x.shape[-1]), weight)
     if y is None:
         return None
-    return (y if bias is None else y + bias).view(*x.shape[:-1], weight.shape[0])
+    return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:
@@ -84,6 +86,8 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
 
 def multiply_heads(x: Tensor, y: Tensor) -> Tensor:
     """Return x_h y_h for every head h; x `b t h n`, y `h n m` -> `b t h m`."""
+    if has_separate_rows(x, y):
+        return torch.cat([multiply_heads(row, y) for row in x.split(1)])
     dtype = half_dtype(x)
     if dtype is None or not _multiply(x, y, None):
         return torch.einsum("bthn,hnm->bthm", x, y)
@@ -92,6 +96,16 @@ def multiply_heads(x: Tensor, y: Tensor) -> Tensor:
             return torch.einsum("bthn,hnm->bthm", x.float(), y.float()).to(dtype)
         heads = [times(own, of_head) for own, of_head in zip(x.flatten(0, 1).unbind(1), y, strict=True)]
         return torch.stack(heads, 1).to(dtype).unflatten(0, x.shape[:2])
+
+
+def has_separate_rows(x: Tensor, *others: Tensor) -> bool:
+    """Whether torch must compute the rows of x `rows ...` one by one, because its bits depend on their number.
+
+    These are the few rows of a decoding step on a CPU, whose products with weights have the bits of one row.
+    """
+    if torch.compiler.is_compiling() or not x.is_cpu or not 1 < x.shape[0] <= native.MOST_ROWS:
+        return False
+    return not needs_grad(x, *others) and is_eager(x, *others)
 
 
 def attention(

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.elementwise import elementwise
 from lineate.tracing import constant_in_graphs
 
 DecayShape = Literal["none", "head", "channel"]
@@ -113,7 +114,7 @@ def activate(
     if gate is not None and raw_gates in (True, "log_decay"):
         log_decay = decay_of_gate(gate.to(dtype), A_log, dt_bias, lower_bound)
     if write is not None and raw_gates in (True, "beta"):
-        beta = beta_scale * write.to(dtype).sigmoid()
+        beta = beta_scale * elementwise(torch.sigmoid, write.to(dtype))
     return log_decay, beta
 
 
@@ -134,5 +135,6 @@ def decay_of_gate(gate: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lo
     if speed is not None and per_channel:
         speed = speed.unsqueeze(-1)  # hv 1
     if lower_bound is not None:
-        return lower_bound * (gate if speed is None else speed * gate).sigmoid()
-    return -F.softplus(gate) if speed is None else -speed * F.softplus(gate)
+        return lower_bound * elementwise(torch.sigmoid, gate if speed is None else speed * gate)
+    opened = elementwise(F.softplus, gate)
+    return -opened if speed is None else -speed * opened

@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lineate import checks
 from lineate.dispatch import kernels_run
-from lineate.half import attention
+from lineate.elementwise import elementwise
+from lineate.half import attention, has_separate_rows
 from lineate.layers.attention_costs import ATTENTION, attention_kept
 from lineate.layers.configs import AttentionConfig
 from lineate.layers.context import Bounds, Context, segment_of
@@ -32,6 +33,8 @@ from lineate.rule import compute_dtype
 from lineate.sequences import sequence_lengths
 from lineate.tracing import constant_in_graphs, is_eager, needs_grad
 
+WINDOW = 64
+"""On a CPU, a decoding step reads a multiple of this many cached entries, so that most calls have known shapes."""
 _PLANLESS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -96,9 +99,20 @@ def attend(q: Tensor, cache: TokenCache, keys: str, values: str, scale: float, c
                 return cached_attention(q, k, v, cache.lengths, scale)
         first = cache.lengths[:, None] - t + torch.arange(t, device=q.device)  # rows t: the last key that is seen
         mask = torch.arange(cache.n, device=q.device) <= first[..., None]  # rows t n
+        if has_separate_rows(q, k, v):
+            return _rows_alone(q, k, v, scale, mask, cache.lengths.tolist())
         return _softmax(q, k, v, scale, mask[:, None], causal=False)
     lengths = cache.lengths if isinstance(cache.lengths, Tensor) else torch.full_like(cu_seqlens[1:], cache.lengths)
     return _attend_rows(q, k, v, cu_seqlens, lengths, scale)
+
+
+def _rows_alone(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, lengths: list[int]) -> Tensor:
+    """Run attention of each row by itself, over a window that its own length decides; mask `rows t n`."""
+    outputs = []
+    for row, length in enumerate(lengths):
+        n, at = min(k.shape[1], -(-length // WINDOW) * WINDOW), slice(row, row + 1)
+        outputs.append(_softmax(q[at], k[at, :n], v[at, :n], scale, mask[at, None, :, :n], causal=False))
+    return torch.cat(outputs)
 
 
 def reads_own_length(mixer: nn.Module, t: int) -> bool:
@@ -303,7 +317,9 @@ class GatedAttention(nn.Module):
             state = state.append(new) if cu_seqlens is None else state.append_packed(new, cu_seqlens)
             output = attend(q, state, "keys", "values", scale, cu_seqlens)
         output = output.flatten(2)
-        return project_out(self.out_proj, output * gate.sigmoid() if self.gated else output, self.ranks), state
+        if self.gated:
+            output = output * elementwise(torch.sigmoid, gate)
+        return project_out(self.out_proj, output, self.ranks), state
 
     def _norm_all(self, norm: RMSNorm, x: Tensor) -> Tensor:
         """Normalise all heads together, those on other ranks too."""

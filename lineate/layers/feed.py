@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.half import linear, matmul
+from lineate.elementwise import elementwise
+from lineate.half import has_separate_rows, linear, matmul
 from lineate.layers.gpu import coded, kernels_for, uncoded
 from lineate.layers.projection import project
 from lineate.layers.shards import Cut, Part
@@ -156,8 +157,13 @@ class MixtureOfExperts(nn.Module):
         y = self._mix(tokens, weights.to(x.dtype), chosen)
         if self.shared is not None:
             shared = self.shared(tokens)
-            y = y + (shared if self.shared_gate is None else project(self.shared_gate, tokens).sigmoid() * shared)
+            y = y + (shared if self.shared_gate is None else self._opened(tokens) * shared)
         return y.view_as(x)
+
+    def _opened(self, tokens: Tensor) -> Tensor:
+        """Return how much of the shared expert each token takes, `n 1`."""
+        assert self.shared_gate is not None
+        return elementwise(torch.sigmoid, project(self.shared_gate, tokens))
 
     def cuts(self) -> dict[str, Cut]:
         """Return how the parameters are shared out among ranks: some hidden channels of every expert on each."""
@@ -174,7 +180,7 @@ class MixtureOfExperts(nn.Module):
             weights, chosen = F.softmax(project(self.router, tokens), -1, dtype=dtype).topk(self.active, -1)
         else:
             assert self.router_bias is not None
-            scores = linear(tokens.to(dtype), self.router.weight.to(dtype)).sigmoid()
+            scores = elementwise(torch.sigmoid, linear(tokens.to(dtype), self.router.weight.to(dtype)))
             wanted = scores + self.router_bias
             if self.groups > 1:
                 grouped = wanted.unflatten(-1, (self.groups, -1))
@@ -195,6 +201,8 @@ class MixtureOfExperts(nn.Module):
             return matmul(weights, torch.cat([self._expert(tokens, e) for e in chosen[0].tolist()]))
         else:
             parts = self.run_sorted(tokens, chosen, self.one_by_one)
+            if has_separate_rows(tokens, weights, parts):  # the same sum as for one token
+                return torch.cat([matmul(own, row) for own, row in zip(weights.split(1), parts, strict=True)])
         return (parts * weights[..., None]).sum(1)  # summed in a fixed order, not by atomic additions
 
     def _parts_on_gpu(self, tokens: Tensor, chosen: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lineate import checks
+from lineate.elementwise import elementwise
 from lineate.half import multiply_heads
 from lineate.layers.attention import LOOK, attend, attend_new
 from lineate.layers.attention_costs import LATENT, latent_kept
@@ -115,7 +116,7 @@ class LatentAttention(nn.Module):
     def _leave(self, output: Tensor, gate: Tensor) -> Tensor:
         """Return out_proj of the output `b t heads v`, multiplied by its gate if there is one."""
         if self.gate is not None:
-            output = output * gate.unflatten(-1, (self.heads, -1)).sigmoid()
+            output = output * elementwise(torch.sigmoid, gate).unflatten(-1, (self.heads, -1))
         return project(self.out_proj, output.flatten(2))
 
     def cuts(self) -> dict[str, Cut]:

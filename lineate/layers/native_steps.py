@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from lineate.elementwise import elementwise
 from lineate.layers.attention import GatedAttention
 from lineate.layers.bare import KNOWN, are_unchanged, runs_own_forward
 from lineate.layers.convolution import ShortConvolution
@@ -290,8 +291,9 @@ def _shared_turns(
             at = lengths % TURNS * mixer.rotary_dim // 2 * 4
         else:
             own, at = _frequencies(mixer.rotary_dim, mixer.rope_theta), 0
-            angles = own * lengths if isinstance(lengths, int) else lengths[:, None].to(torch.float32) * own
-            both = angles.cos().expand(rows, -1).contiguous(), angles.sin().expand(rows, -1).contiguous()
+            angles = own[None] * lengths if isinstance(lengths, int) else lengths[:, None].to(torch.float32) * own
+            made = (elementwise(turn, angles) for turn in (torch.cos, torch.sin))
+            both = tuple(x.expand(rows, -1).contiguous() for x in made)
         shared[key] = (both[0].data_ptr() + at, both[1].data_ptr() + at), both, lengths
     found: tuple[int, int] = shared[key][0]
     return found

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lineate.elementwise import elementwise
 from lineate.layers.gpu import kernels_for
 from lineate.rule import compute_dtype
 
@@ -14,7 +15,7 @@ def turns(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> Turn
     """Return the cos and sin that rotate the first `dim` channels of tensors of this dtype; positions `t` or `b t`."""
     dtype = compute_dtype(dtype)
     angles = positions[..., None].to(dtype) * frequencies(dim, theta, dtype, positions.device)
-    return angles.cos(), angles.sin()
+    return elementwise(torch.cos, angles), elementwise(torch.sin, angles)
 
 
 def frequencies(dim: int, theta: float, dtype: torch.dtype, device: torch.device) -> Tensor:

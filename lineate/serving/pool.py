@@ -12,13 +12,12 @@ from torch import Tensor
 from lineate.generation.drawing import on_device
 from lineate.generation.in_place import read_in_place, round_up, state_in_place
 from lineate.layers import LayerState, Memory, TensorSpec, TokenCache
+from lineate.layers.attention import WINDOW
 from lineate.layers.formats import AS_COMPUTED, StateFormat
 from lineate.models import HybridLM, ModelState
 from lineate.models.trail import ModelTrail
 from lineate.serving.graphs import GraphedSteps, PoolTensors
 
-WINDOW = 64
-"""On a CPU, attention reads a multiple of this many entries of the caches, so that most calls have known shapes."""
 ROW_NUMBERS = (1, 4)
 """How many int64 a row has beside its state, on a CPU and on a GPU: its length; its next token, whether it runs, and
 how many tokens of a trail it keeps."""
