@@ -8,24 +8,22 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from torch import Tensor
 
-from lineate.models import ModelState
 from lineate.serving.cache import StateCache
 from lineate.serving.continuation import Chosen, Continuation, Lineup, NextTokens, PromptLogprobs, choose
 from lineate.serving.drafting import Drafter
 from lineate.serving.guessing import choose_guessed, padded, propose
 from lineate.serving.planning import Need
 from lineate.serving.pool import Pool
-from lineate.serving.reading import Branch, Reading
+from lineate.serving.reading import Reading
 from lineate.serving.requests import Event, Failed, Handle, TokenLogprob
 
 KEEPING = ("stop", "length", "timeout")
-"""Continuations that end so leave their state in the cache, for the next turn."""
-MOST_BRANCHES = 64
-"""The most branches that wait to be read; the oldest are given up, whose states are the likeliest to be gone."""
+"""Answers that end so are read again in pieces, so that the next turn finds their state in the cache."""
+MOST_ANSWERS = 64
+"""The most answers that wait to be read again; the oldest are given up, whose states are the likeliest to be gone."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,16 +61,44 @@ class Job:
         return [Continuation(self.handle, n, limit, cached_tokens) for n in range(self.handle.request.n)]
 
 
-class Turn(NamedTuple):
-    """The end of an answer.
+class Answer:
+    """A text that ends with an answer, cut at a multiple of the spacing, which is read again in pieces.
+
+    Its tokens were decoded one by one, which rounds otherwise than reading: the state that the row had is not shared.
+    Reading begins at the kept state of the prompt; if that is gone, the text is not worth reading.
 
     Args:
-        row: The continuation.
-        state: The state of its row; it has read all of its tokens, or all but the last.
+        ids: The tokens.
+        begins: How many of them belong to whole pieces of the prompt.
     """
 
-    row: Continuation
-    state: ModelState
+    def __init__(self, ids: tuple[int, ...], begins: int) -> None:
+        self.ids, self.begins = ids, begins
+        self.read = 0
+        """How many tokens were read."""
+        self._reading: Reading | None = None
+
+    def advance(self, make: Callable[[tuple[int, ...]], Reading]) -> bool:
+        """Read one piece, and keep the state after it; return whether there is no more to do.
+
+        Args:
+            make: Returns the reading of a text.
+        """
+        reading = self._reading
+        if reading is None:
+            reading = self._reading = make(self.ids)
+            reading.look_up()
+        if reading.done or reading.position < self.begins:
+            return True
+        before = reading.read
+        reading.advance()
+        self.read += reading.read - before
+        self.begins = reading.position  # what was read so far must be there if it pauses
+        return reading.done
+
+    def pause(self) -> None:
+        """Free the state; reading goes on from the one that was kept."""
+        self._reading = None
 
 
 class Batch:
@@ -108,13 +134,12 @@ class Batch:
         """What runs in each row of the pool."""
         self._lineup: Lineup | None = None  # of these rows, once they have made a step
         self._under_way: NextTokens | None = None  # the step that has begun, and whose tokens were not taken
-        self.branches: deque[tuple[Handle, Branch]] = deque(maxlen=MOST_BRANCHES)
-        """Where prompts branched off whose first tokens were delivered; the states there are still to be read."""
+        self.answers: deque[Answer] = deque(maxlen=MOST_ANSWERS)
+        """Texts with answers that are still to be read in pieces, the oldest first."""
         self.counts: Counter[str] = Counter()
         self.finished: Counter[str] = Counter()
         self.service_seconds = 1.0
         """How long a request takes from its admission, averaged over the last ones."""
-        self._read_seconds = 0.0
 
     def add(self, job: Job) -> None:
         """Admit a job, for which the pool has room; it waits for an earlier prompt with the same beginning."""
@@ -134,6 +159,8 @@ class Batch:
             job.reading.on_read = lambda start, hidden: _call_all(watchers, start, hidden)
         self.jobs.append(job)
         self.reading.append(job)
+        for answer in self.answers:
+            answer.pause()
 
     def end_what_is_due(self) -> None:
         """End continuations that were cancelled or stopped, and requests whose time is over."""
@@ -145,8 +172,7 @@ class Batch:
                 for row in list(job.running):
                     if over or row.index in ending:
                         finished = ending.get(row.index, "timeout")
-                        turn = self._leave(row, finished)
-                        self._keep(turn)
+                        self._leave(row, finished)
                         self.finish(row, finished)
             elif over or len(ending) == job.handle.request.n:  # otherwise those that go on need the prompt
                 rows = job.new_continuations(cached_tokens=job.reading.cached_tokens)
@@ -162,7 +188,7 @@ class Batch:
             return False
         reading = job.reading
         assert reading is not None
-        tokens, seconds = reading.read, reading.seconds
+        tokens = reading.read
         try:
             if not reading.begun:
                 reading.look_up()
@@ -174,18 +200,24 @@ class Batch:
             self.failed(error, "request %d failed while its prompt was read", job.handle.number)
             self.fail(job, error)
         self.counts["read_tokens"] += reading.read - tokens
-        self._read_seconds += reading.seconds - seconds
         return True
 
-    def keep_branch(self) -> None:
-        """Read the tokens up to the first branch, and keep the state there."""
-        branch = self.branches[0][1]
-        self.branches = deque((x for x in self.branches if x[1].ids != branch.ids), MOST_BRANCHES)
+    def read_answer(self, make: Callable[[tuple[int, ...]], Reading]) -> None:
+        """Read the next piece of the oldest answer, and keep the state after it.
+
+        Args:
+            make: Returns the reading of a text.
+        """
+        answer = self.answers[0]
+        over = True
         try:
-            self.counts["branch_tokens"] += branch.keep()
+            before = answer.read
+            over = answer.advance(make)
+            self.counts["reread_tokens"] += answer.read - before
         except Exception as error:
-            message = "the state of %d tokens, where a prompt branched off, was not kept"
-            self.failed(error, message, len(branch.ids))
+            self.failed(error, "the state of %d tokens, after an answer, was not kept", len(answer.ids))
+        if over:
+            self.answers.popleft()
 
     def _next_to_read(self) -> Job | None:
         for _ in range(len(self.reading)):
@@ -216,15 +248,12 @@ class Batch:
         going = [row for row, event in zip(rows, events, strict=True) if event.finished is None]
         if going:
             self.pool.join(reading.state, len(going))
-        branch = reading.branch
         self._end_reading(job)
         job.running = going
         self.rows += [(job, row) for row in going]
         self._lineup = None
         for row, event in zip(rows, events, strict=True):
             self._tell(row, event)
-        if branch is not None and any(event.finished != "cancelled" for event in events):
-            self.branches.append((job.handle, branch))
         if not going:
             self._forget(job)
 
@@ -261,11 +290,10 @@ class Batch:
             return
         self.counts["steps"] += 1
         events = [(row, x) for row, x in taken if not isinstance(x, int)]
-        turns = []
         try:  # a row that has ended is not read further
             for row, event in events:
                 if event.finished is not None:
-                    turns.append(self._leave(row, event.finished))
+                    self._leave(row, event.finished)
         except Exception as error:
             failed = error
         if self.overlap and self.rows and self._under_way is None and failed is None:
@@ -279,8 +307,6 @@ class Batch:
                 row.handle.put(Event(row.index, (x,), (), None, None, row.cached_tokens))
             except BaseException:
                 self._give_up(row.handle)
-        for turn in turns:
-            self._keep(turn)
         if failed is not None:
             self._fail_step(failed)
 
@@ -372,8 +398,6 @@ class Batch:
             self.finished[event.finished] += 1
             row.handle.ended.add(row.index)
             self._forget_guesses(row)
-            if event.finished == "cancelled" and [*row.handle.ending.values()] == ["cancelled"] * row.handle.request.n:
-                self.branches = deque((x for x in self.branches if x[0] is not row.handle), MOST_BRANCHES)
         try:
             row.handle.put(event)
         except BaseException:  # nobody listens any more; asyncio's CancelledError is no Exception
@@ -384,12 +408,10 @@ class Batch:
         logger.exception("the listener of request %d failed; the request is cancelled", handle.number)
         handle.cancel()
 
-    def _leave(self, row: Continuation, finished: str) -> Turn | None:
-        """Take a row out of the pool; return its state if it is to be kept."""
+    def _leave(self, row: Continuation, finished: str) -> None:
+        """Take a row out of the pool; its answer is to be read again, for the next turn."""
         at = next(n for n, (_, each) in enumerate(self.rows) if each is row)
-        job, turn = self.rows[at][0], None
-        if self.cache is not None and finished in KEEPING:
-            turn = self._turn(at, row)
+        job = self.rows[at][0]
         self.pool.leave(at)
         last = self.rows.pop()
         if at < len(self.rows):
@@ -398,19 +420,17 @@ class Batch:
         job.running.remove(row)
         if not job.running:
             self._forget(job)
-        return turn
+        if self.cache is not None and finished in KEEPING:
+            self._read_again(row, self.cache.spacing)
 
-    def _turn(self, at: int, row: Continuation) -> Turn | None:
-        """Return the state of a row that ends; None if its logits are not finite, or it cannot be copied.
-
-        The last token has been chosen, but not read, unless a step is under way.
-        """
-        try:
-            if self._under_way is None or self._under_way.is_finite(row):
-                return Turn(row, self.pool.row(at))
-        except Exception as error:
-            self.failed(error, "the state of request %d was not kept", row.handle.number)
-        return None
+    def _read_again(self, row: Continuation, spacing: int) -> None:
+        """Note an answer whose text has more whole pieces than its prompt; shorter ones of the same text are done."""
+        ids = tuple(row.ids[: len(row.ids) - len(row.ids) % spacing])
+        prompt = len(row.handle.request.ids)
+        if len(ids) > prompt:
+            new = Answer(ids, prompt - prompt % spacing)
+            self.answers = deque((x for x in self.answers if x.ids != ids[: len(x.ids)]), MOST_ANSWERS)
+            self.answers.append(new)
 
     def _observe(self, keys: list[tuple[int, int]], ids: Sequence[int], start: int, hidden: Tensor) -> None:
         """Tell the drafter what the model's head has read."""
@@ -427,17 +447,6 @@ class Batch:
                 self.drafter.forget(row.key)
         except Exception as error:
             self.failed(error, "the drafter could not forget request %d", row.handle.number)
-
-    def _keep(self, turn: Turn | None) -> None:
-        """Keep the state at the end of an answer."""
-        if turn is None or self.cache is None:
-            return
-        row, state = turn
-        rate = self._read_seconds / max(self.counts["read_tokens"], 1)
-        try:
-            self.cache.keep(row.ids[: int(state.lengths)], state, "turn", cost=rate * row.tokens)
-        except Exception as error:
-            self.failed(error, "the state of request %d was not kept", row.handle.number)
 
     def finish(self, row: Continuation, finished: str, error: Exception | None = None) -> None:
         """Tell the handle that a continuation has ended."""
@@ -474,7 +483,7 @@ class Batch:
 
     def fail_all(self, error: Exception) -> None:
         """End everything that was admitted."""
-        self.branches.clear()
+        self.answers.clear()
         for job in list(self.jobs):
             self.fail(job, error)
         self.fail_rows(error)

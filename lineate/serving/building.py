@@ -96,7 +96,7 @@ def _engine(asked: ServeArguments, model: "HybridLM", job: "RankedJob | None") -
 
     budget, memory = sizes_of(asked)
     folder = None if asked.cache_folder is None else user_path(named_path(asked.cache_folder))
-    spacing = asked.spacing or (1024 if model.device.type == "cuda" else 256)
+    spacing = asked.spacing or (1024 if model.device.type == "cuda" else 128)
     peers = None
     if job is not None:  # every rank has a part of each state
         peers = LinkedPeers(job.link)
@@ -112,7 +112,6 @@ def _engine(asked: ServeArguments, model: "HybridLM", job: "RankedJob | None") -
         spacing=spacing,
         queue=asked.queue,
         cache=cache,
-        exact=asked.exact,
         drafter=_drafter(asked, model),
         most_guesses=asked.guesses,
         state_dtype=asked.state_dtype,

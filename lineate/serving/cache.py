@@ -2,12 +2,14 @@
 
     cache = StateCache(budget_bytes=8 * 2**30, spacing=256)
     found = cache.find(ids)                             # the longest prefix that is kept, or None
-    cache.keep(ids[:512], state, "grid", cost=seconds)  # the state after 512 tokens
+    cache.keep(ids[:512], state, cost=seconds)          # the state after 512 tokens
 
 A fixed-size memory cannot be cut back to fewer tokens, so states are kept at chosen lengths: every multiple of a
-spacing ("grid"), ends of prompts and of turns, and where prompts branch. An edit in the middle of a prompt costs the
-tokens from the last kept state before it. Invariants:
+spacing, from which any longer prompt continues, and the ends of prompts, which serve the same prompt again. An edit in
+the middle of a prompt costs the tokens from the last multiple before it. Invariants:
 
+- every state was made by reading its tokens in pieces of the spacing, counted from the first token (reading.py), so it
+  has the same bits whoever made it;
 - find returns exactly the bits that were kept for that prefix, in tensors of its own, or nothing;
 - `stats.bytes` is the exact sum over all tensors that are held, shared blocks counted once, and never above the budget.
   Token ids are not counted: 8 bytes for each token of the paths to kept states;
@@ -35,13 +37,13 @@ from lineate.layers import Memory
 from lineate.models.state import ModelState
 from lineate.serving.aging import Aging
 from lineate.serving.blocks import Block, Tensors, extend, new_bytes, release, shared_chain, token_caches
-from lineate.serving.kept import KINDS, CacheStats, Found, Kept, Kind, own_nbytes, rank
+from lineate.serving.kept import CacheStats, Found, Kept, own_nbytes
 from lineate.serving.neighbours import Far, Neighbours, open_share
 from lineate.serving.peers import Alone, Peers
 from lineate.serving.radix import Node, RadixTree, as_ids
 from lineate.serving.spill import SpillFolder, StateFile
 
-__all__ = ["CacheStats", "Found", "Kind", "StateCache"]
+__all__ = ["CacheStats", "Found", "StateCache"]
 
 SECONDS_A_TOKEN = 1e-6
 """The least that making a state again is taken to cost, for each token after its nearest kept ancestor."""
@@ -61,22 +63,22 @@ class _Place:
     """The state on disk, with the bits of `kept` if both are there."""
 
     @property
-    def rank(self) -> tuple[bool, bool] | None:
-        """How good its state is, in memory or on disk; None if it has none."""
+    def has_logits(self) -> bool | None:
+        """Whether its state, in memory or on disk, has logits; None if there is no state."""
         if self.kept is not None:
-            return rank(self.kept.kind, self.kept.logits is not None)
-        return None if self.file is None else rank(self.file.kind, self.file.has_logits)
+            return self.kept.logits is not None
+        return None if self.file is None else self.file.has_logits
 
 
 _Node = Node[_Place]
 
 
 class StateCache:
-    """States of one model by the tokens they have read; any thread may call it.
+    """States of one model by the tokens they have read, in pieces of a spacing; any thread may call it.
 
     Args:
         budget_bytes: the most bytes that its tensors may take.
-        spacing: the distance of the "grid" states, in tokens.
+        spacing: the tokens of a piece; states at its multiples serve longer prompts.
         folder: where states are written to when they are given up or the cache is closed; None: nowhere.
         identity: which model makes the states, as identity_of returns it; a folder serves only states of this one.
         folder_bytes: the most bytes that the files of this identity may take, in its share if the folder is shared.
@@ -115,7 +117,7 @@ class StateCache:
         self._folder: SpillFolder | None = None
         self._neighbours: Neighbours | None = None
         if folder is not None:  # other spacings make other pieces, which may give other bits
-            root, which, session = Path(folder), f"{spacing} {identity}", self._peers.session
+            root, which, session = Path(folder), f"pieces of {spacing} {identity}", self._peers.session
             if shared:
                 self._folder = open_share(
                     root, lambda share: SpillFolder(share, which, folder_bytes, self._forget, session)
@@ -137,60 +139,49 @@ class StateCache:
             held = len(self._aging), self._tree.nodes, self._tensors.bytes, self.budget_bytes
             return CacheStats(*held, *files, *(self._counts[name] for name in COUNTED))
 
-    def find(self, ids: Sequence[int] | Tensor, exact: bool = False) -> Found | None:
-        """Return the longest kept prefix of a prompt; the whole prompt only if its logits were kept too.
+    def find(self, ids: Sequence[int] | Tensor) -> Found | None:
+        """Return the longest kept prefix of a prompt from which reading on gives the bits of reading all of it.
+
+        This is the whole prompt if its logits were kept too, or else a prefix of a multiple of the spacing.
 
         Args:
             ids: the tokens of the prompt.
-            exact: whether reading on must give the same bits as reading the prompt whole, in pieces of the spacing:
-                only states on the grid are taken, and the end of a prompt if it is the whole prompt.
         """
         ids = as_ids(ids)
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            self._take_from_neighbours(ids, exact)
+            self._take_from_neighbours(ids)
             nodes, _ = self._tree.walk(ids)
             for node in reversed(nodes):
-                if self._serves(node, len(ids), exact) and (found := self._take(node)) is not None:
+                if self._serves(node, len(ids)) and (found := self._take(node)) is not None:
                     self._counts.update(hits=1, hit_tokens=found.length)
                     return found
             self._counts["misses"] += 1
             return None
 
-    def common(self, ids: Sequence[int] | Tensor) -> int:
-        """Return how many first tokens a prompt shares with the path to any kept state: where it branches off.
-
-        Args:
-            ids: the tokens of the prompt.
-        """
-        with self._lock:
-            return self._tree.walk(as_ids(ids))[1]
-
     def keep(
         self,
         ids: Sequence[int] | Tensor,
         state: ModelState,
-        kind: Kind,
         logits: Tensor | None = None,
         cost: float = 0.0,
     ) -> bool:
         """Keep a copy of a state, and give up others if need be; return whether the prefix has a state now.
 
-        Where one is kept already, in memory or on disk, it stays, unless the new one is read in pieces of the spacing
-        ("grid", "prompt") and the old one is not, or else the new one has logits and the old one has not.
+        Where one is kept already, in memory or on disk, it stays, unless the new one has logits and the old one has
+        not.
 
         Args:
-            ids: the tokens that the state has read.
+            ids: the tokens that the state has read, in pieces of the spacing.
             state: one row.
-            kind: "grid" (a multiple of the spacing), "prompt" (a prompt's end), "turn" (an answer's end) or "branch".
-            logits: `vocab`, for the token that follows.
+            logits: `vocab`, for the token that follows; needed unless ids are a multiple of the spacing.
             cost: seconds it would take to make the state again from its nearest kept ancestor.
         """
         ids = as_ids(ids)
-        self._check(ids, state, kind, cost)
+        self._check(ids, state, logits, cost)
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if self._closed:
                 return False
-            done = self._keep(ids, state, kind, logits, cost)
+            done = self._keep(ids, state, logits, cost)
             self._counts["kept" if done else "refused"] += 1
             return done
 
@@ -234,33 +225,29 @@ class StateCache:
                         seen.add(block)
                         yield from block.tensors
 
-    def _serves(self, node: _Node, asked: int, exact: bool) -> bool:
+    def _serves(self, node: _Node, asked: int) -> bool:
         """Whether a node has a state for a prompt of `asked` tokens."""
-        place = node.value
-        return place is not None and place.rank is not None and self._fits(place.rank, node.length, asked, exact)
+        has_logits = None if node.value is None else node.value.has_logits
+        return has_logits is not None and self._fits(has_logits, node.length, asked)
 
-    def _fits(self, ranked: tuple[bool, bool], length: int, asked: int, exact: bool) -> bool:
-        """Whether a state of this rank that has read `length` tokens serves a prompt of `asked` tokens."""
-        canonical, has_logits = ranked
-        if length == asked and not has_logits:
-            return False
-        return not exact or (canonical and (length == asked or length % self.spacing == 0))
+    def _fits(self, has_logits: bool, length: int, asked: int) -> bool:
+        """Whether a state that has read `length` tokens serves a prompt of `asked` tokens."""
+        return has_logits if length == asked else length % self.spacing == 0
 
-    def _take_from_neighbours(self, ids: "array[int]", exact: bool) -> None:
+    def _take_from_neighbours(self, ids: "array[int]") -> None:
         """Keep the state of another process that has read more of a prompt than any state here, if there is one."""
         if self._neighbours is None or self._closed:
             return
-        here = (node.length for node in reversed(self._tree.walk(ids)[0]) if self._serves(node, len(ids), exact))
+        here = (node.length for node in reversed(self._tree.walk(ids)[0]) if self._serves(node, len(ids)))
         most = next(here, 0)
 
         def serves(far: Far) -> bool:
-            ranked = rank(far.file.kind, far.file.has_logits)
-            return far.length > most and self._fits(ranked, far.length, len(ids), exact)
+            return far.length > most and self._fits(far.file.has_logits, far.length, len(ids))
 
         far = self._neighbours.longest(ids, serves)
         if far is not None and (spilled := self._neighbours.read(far)) is not None:
             self._counts["restored"] += 1
-            self._keep(ids[: far.length], spilled.state, far.file.kind, spilled.logits, far.file.cost)
+            self._keep(ids[: far.length], spilled.state, spilled.logits, far.file.cost)
 
     def _take(self, node: _Node) -> Found | None:
         """Return a node's state; None if it is on disk and cannot be read."""
@@ -279,8 +266,8 @@ class StateCache:
         if spilled is None or file.name not in self._folder.files:
             return None
         self._counts["restored"] += 1
-        self._take_in(ids, spilled.state, file.kind, spilled.logits, file.cost, spilled.stops)
-        return Found(len(ids), spilled.state, spilled.logits, file.kind)
+        self._take_in(ids, spilled.state, spilled.logits, file.cost, spilled.stops)
+        return Found(len(ids), spilled.state, spilled.logits)
 
     def _copy(self, kept: Kept, length: int) -> Found | None:
         """Return a state in tensors of its own; None if memory is too short for it, on some rank."""
@@ -299,20 +286,20 @@ class StateCache:
                 self._folder.remove(file)
                 self._forget(file)
 
-    def _keep(self, ids: "array[int]", state: ModelState, kind: Kind, logits: Tensor | None, cost: float) -> bool:
-        """Keep a state unless a better one is there; return whether there is one now."""
+    def _keep(self, ids: "array[int]", state: ModelState, logits: Tensor | None, cost: float) -> bool:
+        """Keep a state unless one as good is there; return whether there is one now."""
         node = self._tree.walk(ids)[0][-1]
-        old = node.value.rank if node.value is not None and node.length == len(ids) else None
-        if old is not None and rank(kind, logits is not None) <= old:
+        old = node.value.has_logits if node.value is not None and node.length == len(ids) else None
+        if old is not None and (old or logits is None):
             assert node.value is not None
             if node.value.kept is not None:
                 self._aging.use(node, node.value.kept.worth)
             return True
-        if not self._take_in(ids, state, kind, logits, cost):
+        if not self._take_in(ids, state, logits, cost):
             return False
         node = self._tree.insert(ids)
         if node.value is not None and node.value.file is not None and self._folder is not None:
-            self._folder.remove(node.value.file)  # it has other bits
+            self._folder.remove(node.value.file)  # it has no logits
             self._forget(node.value.file)
         return True
 
@@ -320,7 +307,6 @@ class StateCache:
         self,
         ids: "array[int]",
         state: ModelState,
-        kind: Kind,
         logits: Tensor | None,
         cost: float,
         stops: Sequence[int] = (),
@@ -345,7 +331,7 @@ class StateCache:
             self._evict()
         before, kept = self._tensors.bytes, None
         try:
-            kept = self._copied(state, kind, logits, base, [*stops, len(ids)])
+            kept = self._copied(state, logits, base, [*stops, len(ids)])
         except BaseException as error:
             self._tensors.bytes = before
             if not isinstance(error, (RuntimeError, MemoryError)):  # a CPU's allocator raises RuntimeError
@@ -360,9 +346,7 @@ class StateCache:
             self._free(kept)
         return False
 
-    def _copied(
-        self, state: ModelState, kind: Kind, logits: Tensor | None, base: Block | None, stops: Sequence[int]
-    ) -> Kept:
+    def _copied(self, state: ModelState, logits: Tensor | None, base: Block | None, stops: Sequence[int]) -> Kept:
         """Return copies of a state's tensors, and of the entries after a chain of blocks."""
         before = self._tensors.bytes
         layers = tuple(
@@ -374,7 +358,7 @@ class StateCache:
         block = extend(base, caches, stops, self._tensors) if caches else None
         if block is not None:
             block.holders += 1
-        return Kept(kind, layers, own, block, self._tensors.bytes - before)
+        return Kept(layers, own, block, self._tensors.bytes - before)
 
     def _place(self, ids: "array[int]", kept: Kept, cost: float) -> None:
         """Put a state into the tree; what descends from it becomes cheaper to make again."""
@@ -460,11 +444,11 @@ class StateCache:
 
     def _tidy(self, node: _Node) -> None:
         """Remove a node that holds nothing."""
-        if node.value is not None and node.value.rank is None and node.value.block is None:
+        if node.value is not None and node.value.has_logits is None and node.value.block is None:
             node.value = None
         self._tree.prune(node)
 
-    def _check(self, ids: Sequence[int], state: ModelState, kind: Kind, cost: float) -> None:
+    def _check(self, ids: Sequence[int], state: ModelState, logits: Tensor | None, cost: float) -> None:
         if not isinstance(state, ModelState) or state.rows != 1:
             got = f"{state.rows} rows" if isinstance(state, ModelState) else type(state).__name__
             raise ValueError(f"state must be a ModelState of one row, got {got}; take a row with select")
@@ -472,9 +456,10 @@ class StateCache:
         if lengths != {len(ids)} or not len(ids):
             got = " and ".join(map(str, sorted(lengths)))
             raise ValueError(f"ids must be the tokens that the state has read, {got}, at least one, got {len(ids)}")
-        if kind not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-        if kind == "grid" and len(ids) % self.spacing:
-            raise ValueError(f"a grid state must have read a multiple of spacing = {self.spacing}, got {len(ids)}")
+        if logits is None and len(ids) % self.spacing:
+            raise ValueError(
+                f"ids must be a multiple of spacing = {self.spacing} tokens without logits, got {len(ids)}; other "
+                "states serve no longer prompt"
+            )
         if not 0 <= cost < float("inf"):
             raise ValueError(f"cost must be a number of seconds, at least 0, got {cost!r}")

@@ -165,10 +165,6 @@ class NextTokens:
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(drawn.device))
 
-    def is_finite(self, row: Continuation) -> bool:
-        """Whether the logits of a row are finite; wait for the device."""
-        return row not in self.lineup.rows or bool(self._logits[self.lineup.rows.index(row)].isfinite().all())
-
     def wait(self) -> list[int | Chosen | Exception]:
         """Wait for the device; return each row's token, or the exception of a row that fails."""
         if self._copied is not None:

@@ -3,7 +3,7 @@
 A step ends what was cancelled, admits waiting requests while their planned bytes fit, reads one piece of one prompt,
 and decodes one token of every running row, or several that were guessed. Rows join and leave between any two tokens.
 On a GPU the model's next step begins before the tokens of the last one are delivered (batch.py).
-While no prompt waits for its first token, a step may read up to where one branched off before, to keep a state there.
+While there is nothing else to do, a step reads a piece of an answer again, to keep a state for the next turn.
 What a request yields depends on its prompt, its sampling options and its seed, never on what else runs: prompts are
 read in fixed pieces (reading.py), and a token is a pure function of its logits, the seed and its position
 (generation/choice.py).
@@ -44,12 +44,12 @@ class EngineStats:
         waiting: Requests in the queue.
         reading: Prompts that are being read.
         running: Rows that decode.
-        waiting_branches: Places where a prompt branched off whose states are still to be read.
+        waiting_answers: Answers that are still to be read again, for the next turn.
         steps: Steps that decoded.
         prompt_tokens: Tokens of all prompts that were admitted.
         cached_tokens: Those of them that were not read, because their state was kept.
         read_tokens: Tokens of prompts that were read before the first token of an answer was chosen.
-        branch_tokens: Tokens that were read a second time afterwards, to keep a state where a prompt branched off.
+        reread_tokens: Tokens of answers that were read again in pieces after they were decoded.
         new_tokens: Tokens that were generated.
         guesses: Tokens that were guessed.
         right_guesses: Those of them that were right.
@@ -60,12 +60,12 @@ class EngineStats:
     waiting: int
     reading: int
     running: int
-    waiting_branches: int
+    waiting_answers: int
     steps: int
     prompt_tokens: int
     cached_tokens: int
     read_tokens: int
-    branch_tokens: int
+    reread_tokens: int
     new_tokens: int
     guesses: int
     right_guesses: int
@@ -105,8 +105,6 @@ class Engine:
         drafter: Guesses tokens, which the model checks in one pass; None: one token a step. Guesses never change which
             tokens are chosen.
         most_guesses: The most guesses for each row in a step.
-        exact: Whether only states are reused that continue to the same bits as reading the whole prompt. Otherwise the
-            end of an answer is continued too, which decoding has rounded differently than reading would.
         overlap: Whether a step of the model begins before the tokens of the last one are delivered; None: on a GPU,
             where the device computes while the host delivers. A drafter prevents it. Tokens do not depend on it.
         state_dtype: "bfloat16" keeps the memories of running rows in half the bytes, where a layer's can be; None:
@@ -129,7 +127,6 @@ class Engine:
         cache: StateCache | None = None,
         drafter: Drafter | None = None,
         most_guesses: int = 4,
-        exact: bool = False,
         overlap: bool | None = None,
         state_dtype: str | torch.dtype | None = None,
         state_rounding: str = NEAREST,
@@ -144,7 +141,7 @@ class Engine:
             raise ValueError(f"spacing must be a multiple of {CHUNK}, the chunk of the kernels, got {spacing}")
         if cache is not None and cache.spacing != spacing:
             raise ValueError(f"cache must have the engine's spacing, {spacing}, got {cache.spacing}")
-        self.model, self.spacing, self.queue, self.exact, self.clock = model.eval(), spacing, queue, exact, clock
+        self.model, self.spacing, self.queue, self.clock = model.eval(), spacing, queue, clock
         self.timer: Callable[[], float] = time.perf_counter
         """Returns seconds, for what it takes to read a piece of a prompt."""
         self.on_failure: Callable[[Exception], None] = lambda error: None
@@ -234,12 +231,12 @@ class Engine:
                 waiting=len(self._waiting),
                 reading=len(batch.reading),
                 running=len(batch.rows),
-                waiting_branches=len(batch.branches),
+                waiting_answers=len(batch.answers),
                 steps=batch.counts["steps"],
                 prompt_tokens=batch.counts["prompt_tokens"],
                 cached_tokens=batch.counts["cached_tokens"],
                 read_tokens=batch.counts["read_tokens"],
-                branch_tokens=batch.counts["branch_tokens"],
+                reread_tokens=batch.counts["reread_tokens"],
                 new_tokens=batch.counts["new_tokens"],
                 guesses=batch.counts["guesses"],
                 right_guesses=batch.counts["right_guesses"],
@@ -260,13 +257,13 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """Accept no more requests, and give up branches that wait to be read; those that run go on."""
+        """Accept no more requests, and give up answers that wait to be read again; requests that run go on."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def stop(self, drain: bool = True, timeout: float | None = None) -> None:
-        """Accept no more requests, and return when the engine has ended; branches that wait to be read are given up.
+        """Accept no more requests, and return when the engine has ended; answers are not read again any more.
 
         Args:
             drain: Whether submitted requests are finished first; otherwise they are cancelled.
@@ -291,11 +288,11 @@ class Engine:
                 self.step()
         else:
             self._thread.join()
-        self._batch.branches.clear()
+        self._batch.answers.clear()
 
     def _busy(self) -> bool:
         with self._changed:
-            return bool(self._waiting or self._batch.jobs or (self._batch.branches and not self._closed))
+            return bool(self._waiting or self._batch.jobs or (self._batch.answers and not self._closed))
 
     # What runs in the engine's thread.
 
@@ -318,10 +315,11 @@ class Engine:
                 self._end_waiting()
                 self._batch.end_what_is_due()
                 self._admit()
-                was_read = self._batch.read()
+                idle = not self._batch.jobs
+                self._batch.read()
                 self._batch.decode()
-                if not was_read:
-                    self._keep_branch()
+                if idle:
+                    self._read_answer()
             except Exception as error:  # a mistake of ours: what was admitted fails, and the engine goes on
                 self._failed(error, "a step of the engine failed")
                 self._batch.fail_all(error)
@@ -376,18 +374,17 @@ class Engine:
         if (shape.rows, shape.capacity) != (self.pool.rows, self.pool.capacity):
             self.pool.resize(shape.rows, shape.capacity)
         cache = None if request.prompt_logprobs is not None else self.cache  # every token must be read
-        reading = Reading(
-            self.model, request.ids, self.spacing, cache, exact=self.exact, clock=self.timer, failed=self._failed
-        )
+        reading = self._make_reading(request.ids, cache)
         return Job(waiting.handle, waiting.total, waiting.deadline, self.clock(), reading)
 
-    def _keep_branch(self) -> None:
-        """Read up to where a prompt branched off, if its bytes fit beside those of all requests that were admitted."""
-        if self._closed or not self._batch.branches:
+    def _make_reading(self, ids: tuple[int, ...], cache: StateCache | None) -> Reading:
+        return Reading(self.model, ids, self.spacing, cache, clock=self.timer, failed=self._failed)
+
+    def _read_answer(self) -> None:
+        """Read a piece of an answer again, if its bytes fit."""
+        if self._closed or not self._batch.answers:
             return
-        _, branch = self._batch.branches[0]
-        needs = [*(job.need for job in self._batch.jobs), Need(0, len(branch.ids), 0, True)]
-        if self.plan.has_room(self.pool, needs):
-            self._batch.keep_branch()
+        if self.plan.has_room(self.pool, [Need(0, len(self._batch.answers[0].ids), 0, True)]):
+            self._batch.read_answer(lambda ids: self._make_reading(ids, self.cache))
         else:  # the pool has grown since the prompt was read
-            self._batch.branches.popleft()
+            self._batch.answers.popleft()

@@ -2,16 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from torch import Tensor
 
 from lineate.layers import LayerState, Memory
 from lineate.models.state import ModelState
 from lineate.serving.blocks import Block, Named, assemble
-
-Kind = Literal["grid", "prompt", "turn", "branch"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)
@@ -22,13 +18,11 @@ class Found:
         length: how many tokens of the prompt it has read.
         state: one row; its tensors belong to the caller.
         logits: `vocab`, for the token that follows; None if they were not kept.
-        kind: where it was kept: "grid", "prompt", "turn" or "branch".
     """
 
     length: int
     state: ModelState
     logits: Tensor | None
-    kind: Kind
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,6 @@ class Kept:
     """A state in memory: its own tensors, and the last block of its chain.
 
     Args:
-        kind: where it was kept.
         layers: the tensors of each layer's Memory; None for a layer with one entry a token.
         logits: `vocab`, or None.
         block: the last block of its chain; None if no layer has one entry a token.
@@ -83,7 +76,6 @@ class Kept:
         cost: seconds to make it again from its nearest kept ancestor.
     """
 
-    kind: Kind
     layers: tuple[Named | None, ...]
     logits: Tensor | None
     block: Block | None
@@ -110,17 +102,7 @@ class Kept:
             for layer in self.layers
         )
         logits = None if self.logits is None else self.logits.clone()
-        return Found(length, ModelState(layers, length), logits, self.kind)
-
-
-def is_canonical(kind: Kind) -> bool:
-    """Whether the state was read in pieces of the spacing, counted from the first token."""
-    return kind in ("grid", "prompt")
-
-
-def rank(kind: Kind, has_logits: bool) -> tuple[bool, bool]:
-    """Return what makes one state of a prefix better than another."""
-    return is_canonical(kind), has_logits
+        return Found(length, ModelState(layers, length), logits)
 
 
 def own_nbytes(state: ModelState, logits: Tensor | None) -> int:

@@ -4,10 +4,10 @@
     a step                 the new memories of all rows, before the old ones are freed
     guesses                the states of a drafter that is a model
     a prompt being read    its state with room for the whole prompt, and a copy of what is kept on the way
-    a branch being read    the same for the tokens up to the branch, within one step
+    an answer read again   the same for its tokens, while nothing else is there
 
 A request is admitted when all of this fits into the memory, with its rows and its longest length; so nothing that was
-admitted ever runs out of memory. A branch holds no state until it is read, and is given up if it does not fit then.
+admitted ever runs out of memory. An answer holds no state once a request comes, and is given up if it does not fit.
 """
 
 from collections.abc import Callable, Iterable

@@ -2,8 +2,8 @@
 
 A prompt is cut at the multiples of a spacing, counted from its first token. Each piece is read by itself with b = 1,
 whatever else runs, so the state at a cut has the same bits in every run, and may be kept and continued later as if the
-prompt had been read whole. Where the prompt leaves the path of an earlier one, a state is kept too (Branch). It is read
-on the side, from the last cut, so that the pieces stay the same, and after the first token, which does not wait for it.
+prompt had been read whole. Tokens that were decoded one by one are rounded otherwise: they are read again, in these
+pieces, before the state after them is kept for others.
 """
 
 import logging
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lineate.layers import TokenCache
 from lineate.models import HybridLM, ModelState
-from lineate.serving.cache import Found, Kind, StateCache
+from lineate.serving.cache import Found, StateCache
 from lineate.serving.requests import Failed
 
 NOT_KEPT = "the cache failed to keep the state of %d tokens"
@@ -47,7 +47,6 @@ class Reading:
         ids: The prompt.
         spacing: The tokens of a piece.
         cache: Where states are looked up and kept; None: nowhere.
-        exact: Whether only states are reused that continue to the same bits as reading the whole prompt.
         clock: Returns seconds, for what it costs to make a state.
         failed: Called with an exception of the cache, without which the prompt is read, and the message to log it with.
     """
@@ -59,12 +58,11 @@ class Reading:
         spacing: int,
         cache: StateCache | None = None,
         *,
-        exact: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         failed: Failed = log_failure,
     ) -> None:
         self.model, self.ids, self.spacing = model, ids, spacing
-        self.cache, self.exact, self.clock, self.failed = cache, exact, clock, failed
+        self.cache, self.clock, self.failed = cache, clock, failed
         self.position = 0
         """How many tokens the state has read."""
         self.cached_tokens = 0
@@ -75,8 +73,6 @@ class Reading:
         """The logits of the last token, `vocab`, once all are read."""
         self.on_read: Callable[[int, Tensor], None] | None = None
         """Receives what the model's head could read of each piece, `n hidden`, and the index of its first token."""
-        self._canonical = True  # whether the state has the bits of reading the whole prompt
-        self._parting = 0  # up to where the cache knows the prompt, if that is between two cuts
         self.begun = False
         """Whether the cache was asked."""
         self.released = False
@@ -91,14 +87,6 @@ class Reading:
     def next_stop(self) -> int:
         """Where the next piece ends."""
         return min((self.position // self.spacing + 1) * self.spacing, len(self.ids))
-
-    @property
-    def branch(self) -> "Branch | None":
-        """Where the prompt leaves the path of an earlier one, if no state was found there; to be read afterwards."""
-        if self.cache is None or self._parting <= self.cached_tokens:
-            return None
-        start = max(self._parting - self._parting % self.spacing, self.cached_tokens)
-        return Branch(self.model, self.ids[: self._parting], start, self.cache, self.clock, self.failed)
 
     @property
     def nbytes(self) -> int:
@@ -119,14 +107,11 @@ class Reading:
 
     def look_up(self) -> None:
         """Continue from the longest kept prefix, if it is longer than what has been read."""
-        begun, self.begun = self.begun, True
+        self.begun = True
         if self.cache is None:
             return
         try:
-            if not begun and not self.exact:  # states where prompts branch are not exact
-                parting = self.cache.common(self.ids)
-                self._parting = parting if parting < len(self.ids) and parting % self.spacing else 0
-            found = self.cache.find(self.ids, self.exact)
+            found = self.cache.find(self.ids)
         except Exception as error:  # a prompt can always be read
             self.failed(error, "the cache failed to look up a prompt, which is read instead")
             return
@@ -134,12 +119,10 @@ class Reading:
             self._take(found)
 
     def _take(self, found: Found) -> None:
-        whole = found.length == len(self.ids) and found.logits is not None
+        whole = found.length == len(self.ids)
         self.state = found.state if whole else reserve(found.state, len(self.ids))
         self.position = self.cached_tokens = found.length
         self.logits = found.logits if whole else None
-        # A state on the grid, or one of this very prompt, was read in the same pieces.
-        self._canonical = found.kind in ("grid", "prompt") and (whole or found.length % self.spacing == 0)
 
     def release(self) -> None:
         """Free the state, which is no longer needed."""
@@ -170,63 +153,9 @@ class Reading:
         """Keep a state in the cache, if there is one; the request goes on without if that fails."""
         try:
             if self.cache is not None:
-                self.cache.keep(self.ids[:stop], state, self._kind(stop), logits, seconds)
+                self.cache.keep(self.ids[:stop], state, logits, seconds)
         except Exception as error:
             self.failed(error, NOT_KEPT, stop)
-
-    def _kind(self, stop: int) -> Kind:
-        """Return what the state at this stop is to the cache; only canonical ones are "grid" or "prompt"."""
-        if self._canonical:
-            return "grid" if stop % self.spacing == 0 else "prompt"
-        return "turn" if stop == len(self.ids) else "branch"
-
-
-class Branch:
-    """A place between two cuts where a prompt left the path of an earlier one; its state serves later prompts.
-
-    It is read from the state at the last cut, or from the state that the prompt was continued from, if that is nearer.
-    The cache must still have that state; otherwise nothing is read. So the kept state has the same bits whenever it is
-    read.
-
-    Args:
-        model: The model.
-        ids: The tokens up to this place.
-        start: How many of them the state has read from which it is read.
-        cache: Where that state is looked up, and where the new one is kept.
-        clock: Returns seconds, for what it costs to make the state.
-        failed: Called with an exception of the cache, and the message to log it with.
-    """
-
-    def __init__(
-        self,
-        model: HybridLM,
-        ids: tuple[int, ...],
-        start: int,
-        cache: StateCache,
-        clock: Callable[[], float] = time.perf_counter,
-        failed: Failed = log_failure,
-    ) -> None:
-        self.model, self.ids, self.start, self.cache = model, ids, start, cache
-        self.clock, self.failed = clock, failed
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def keep(self) -> int:
-        """Read up to this place, less than a piece, and keep the state; return how many tokens were read."""
-        state = None
-        if self.start:
-            found = self.cache.find(self.ids[: self.start + 1])  # one token more finds a state without logits, too
-            if found is None or found.length != self.start:
-                return 0
-            state = reserve(found.state, len(self.ids))
-            del found
-        hidden, state, seconds = _read(self.model, self.ids[self.start :], state, self.clock)
-        if bool(hidden[:, -1].isfinite().all()):  # a fault that passes must not be kept
-            try:
-                self.cache.keep(self.ids, state, "branch", None, seconds)
-            except Exception as error:
-                self.failed(error, NOT_KEPT, len(self.ids))
-        return len(self.ids) - self.start
 
 
 def _read(
@@ -235,7 +164,6 @@ def _read(
     """Read tokens after a state; return what the head could read, `1 n hidden`, the new state and the seconds."""
     begun = clock()
     tokens = torch.tensor([ids], device=model.device)
-    state = None if state is None else model.convert_state(state)  # a pool may keep the end of an answer in bfloat16
     hidden, new = model.hidden(model.embed(tokens), state)
     if tokens.is_cuda:
         torch.cuda.synchronize(tokens.device)

@@ -3,7 +3,7 @@
     FOLDER/IDENTITY/state-HASH.safetensors    ids, the tensors of every Memory, logits; HASH is that of the ids
     FOLDER/IDENTITY/block-HASH.safetensors    entries of some tokens; HASH is that of its contents and chain
 
-Every file is sealed (sealed.py). A state says its kind, its cost, the names and devices of its tensors, and the names
+Every file is sealed (sealed.py). A state says its cost, the names and devices of its tensors, and the names
 of its blocks. Invariants:
 
 - a file is complete or absent. Blocks are written before the state that names them, and removed after it, so that a
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from lineate.layers import LayerState, Memory, TokenCache
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.state import ModelState
 from lineate.serving.blocks import Block, Named
-from lineate.serving.kept import KINDS, Kept, Kind
+from lineate.serving.kept import Kept
 from lineate.serving.sealed import FORMAT, PART, checksum, most_bytes, peek, seal, unseal
 
 OURS = re.compile(r"(state|block)-[0-9a-f]{32}\.safetensors")
@@ -49,7 +49,6 @@ class StateFile:
 
     Args:
         name: of the file.
-        kind: where the state was kept.
         has_logits: whether its logits were kept too.
         cost: seconds it took to make.
         blocks: names of its blocks, the first tokens first.
@@ -58,7 +57,6 @@ class StateFile:
     """
 
     name: str
-    kind: Kind
     has_logits: bool
     cost: float
     blocks: tuple[str, ...]
@@ -68,7 +66,7 @@ class StateFile:
     @property
     def mark(self) -> str:
         """What is the same of the files in which ranks have their parts of one state."""
-        return f"{self.name} {self.kind} {self.has_logits} {self.cost!r} {self.written}"
+        return f"{self.name} {self.has_logits} {self.cost!r} {self.written}"
 
 
 @dataclass
@@ -232,7 +230,7 @@ class SpillFolder:
         own["ids"] = torch.tensor(ids, dtype=torch.int64)
         if kept.logits is not None:
             own["logits"] = kept.logits
-        about: dict[str, Any] = {"kind": kept.kind, "cost": kept.cost, "blocks": list(chain)}
+        about: dict[str, Any] = {"cost": kept.cost, "blocks": list(chain)}
         about["layers"] = _described(kept)
         if written := self._next_writing():
             about["written"] = written
@@ -246,7 +244,7 @@ class SpillFolder:
         nbytes = self._save(name, about, own)
         for block in chain:
             self._blocks[block].holders += 1
-        file = self.files[name] = StateFile(name, kept.kind, "logits" in own, kept.cost, tuple(chain), nbytes, written)
+        file = self.files[name] = StateFile(name, "logits" in own, kept.cost, tuple(chain), nbytes, written)
         return file
 
     def _next_writing(self) -> str:
@@ -306,9 +304,9 @@ def index_file(path: Path, identity: str, nbytes: int) -> tuple["array[int]", St
         nbytes: The bytes of the file.
     """
     about, ids, names = peek(path, identity, "ids")
-    blocks, kind, cost = about.get("blocks"), about.get("kind"), about.get("cost")
-    if not isinstance(blocks, list) or kind not in KINDS or not isinstance(cost, int | float):
-        raise CheckpointError(f"{path}: expected blocks, kind and cost, got {about!r:.200}")
+    blocks, cost = about.get("blocks"), about.get("cost")
+    if not isinstance(blocks, list) or not isinstance(cost, int | float):
+        raise CheckpointError(f"{path}: expected blocks and cost, got {about!r:.200}")
     if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids):
         raise CheckpointError(f"{path}: expected ids of int64, got {ids.dtype} of shape {tuple(ids.shape)}")
     if wrong := [block for block in blocks if not isinstance(block, str)]:
@@ -317,9 +315,7 @@ def index_file(path: Path, identity: str, nbytes: int) -> tuple["array[int]", St
     if path.name != _name_of(tokens):  # or else it would be looked for under other tokens, and never be found
         raise CheckpointError(f"{path}: expected the name {_name_of(tokens)} for its ids; the file is damaged")
     written = str(about.get("written", ""))
-    return tokens, StateFile(
-        path.name, cast(Kind, kind), "logits" in names, float(cost), tuple(blocks), nbytes, written
-    )
+    return tokens, StateFile(path.name, "logits" in names, float(cost), tuple(blocks), nbytes, written)
 
 
 def _take_lock(path: Path) -> int:

@@ -112,7 +112,7 @@ class Replica:
         if not self._engine.alive:
             raise RuntimeError("the engine's thread has ended")
         stats, now = self._engine.stats, time.monotonic()
-        progress = (stats.steps, stats.read_tokens, stats.branch_tokens, stats.finished)
+        progress = (stats.steps, stats.read_tokens, stats.reread_tokens, stats.finished)
         busy = stats.waiting + stats.reading + stats.running
         if not busy or progress != self._progress:
             self._progress, self._since = progress, now
