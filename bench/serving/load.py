@@ -55,7 +55,6 @@ def main() -> None:
     parser.add_argument("--model", help="folder of a model with its tokenizer")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--draft", action="store_true", help="guess tokens from the text")
-    parser.add_argument("--exact", action="store_true", help="reuse only states that give the same bits")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for the numbers")
     asked = parser.parse_args()
@@ -78,7 +77,7 @@ def run(model: HybridLM, tokenizer: Tokenizer, asked: argparse.Namespace) -> dic
     """Serve, press, drain, and return the numbers."""
     cache = StateCache(asked.cache_mb * 2**20, SPACING)
     engine = Engine(
-        model, slots=asked.slots, context=CONTEXT, spacing=SPACING, queue=asked.queue, cache=cache, exact=asked.exact,
+        model, slots=asked.slots, context=CONTEXT, spacing=SPACING, queue=asked.queue, cache=cache,
         drafter=PromptLookup() if asked.draft else None,
     )  # fmt: skip
     engine.start()
@@ -135,7 +134,7 @@ def _settle(engine: Engine) -> None:
     end = time.monotonic() + 30
     while time.monotonic() < end:
         stats = engine.stats
-        if not stats.waiting + stats.reading + stats.running + stats.waiting_branches:
+        if not stats.waiting + stats.reading + stats.running + stats.waiting_answers:
             time.sleep(0.3)  # connections close
             return
         time.sleep(0.02)

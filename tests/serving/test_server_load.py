@@ -18,7 +18,7 @@ from lineate.serving.engine import Engine
 from lineate.text.tokenizer import Bytes
 
 OPTIONS = {
-    "seconds": 4.0, "clients": 12, "slots": 3, "queue": 4, "cache_mb": 2, "tokens": 8, "seed": 0, "exact": False,
+    "seconds": 4.0, "clients": 12, "slots": 3, "queue": 4, "cache_mb": 2, "tokens": 8, "seed": 0,
     "patience": 120.0,
 }  # fmt: skip
 
