@@ -33,11 +33,10 @@ def test_every_mixer_goes_on_to_the_same_bits(pattern):
         out = model(ids[:, start : start + spacing], state=state, last_only=True)
         state, length = out.state, min(start + spacing, 150)
         kept[length] = out
-        kind = "grid" if length % spacing == 0 else "prompt"
-        assert cache.keep(ids[0, :length], state, kind, out.logits[0, -1], cost=1.0)
+        assert cache.keep(ids[0, :length], state, out.logits[0, -1], cost=1.0)
     assert cache.stats.bytes == held(cache) <= model.state_nbytes(3, 150) + 3 * 256 * 4
     for length, out in kept.items():
-        found = cache.find(ids[0, :length], exact=True)
+        found = cache.find(ids[0, :length])
         assert found.length == length and same(found.state, out.state)
         assert torch.equal(found.logits, out.logits[0, -1])
         more = torch.randint(256, (1, 5))
@@ -50,97 +49,96 @@ def test_every_mixer_goes_on_to_the_same_bits(pattern):
 def test_what_is_found():
     cache = StateCache(10**6, 4)
     ids, logits = list(range(10)), torch.randn(7)
-    assert cache.find(ids) is None and cache.find([]) is None and cache.common(ids) == 0
-    grid, turn = linear_state(4), linear_state(6)
-    assert cache.keep(ids[:4], grid, "grid") and cache.keep(ids[:6], turn, "turn")
-    assert cache.find(ids).length == 6 and cache.find(ids, exact=True).length == 4
-    assert cache.find(ids[:6]).length == 4  # without logits one token must be left to read
-    assert cache.find(ids[:4]) is None and cache.find(ids[:3]) is None
-    assert cache.find([0, 1, 2, 3, 9]).length == 4 and cache.common([0, 1, 2, 3, 4, 9]) == 5
-    end = linear_state(10)
-    assert cache.keep(ids, end, "prompt", logits)
-    found = cache.find(ids, exact=True)
-    assert found.length == 10 and found.kind == "prompt" and torch.equal(found.logits, logits)
-    assert cache.find([*ids, 11]).length == 10 and cache.find([*ids, 11], exact=True).length == 4
-    assert cache.stats.hits == 7 and cache.stats.misses == 4
-    assert cache.stats.hit_tokens == 6 + 4 + 4 + 4 + 10 + 10 + 4
+    assert cache.find(ids) is None and cache.find([]) is None
+    assert cache.keep(ids[:4], linear_state(4)) and cache.keep(ids[:6], linear_state(6), logits + 1)
+    found = cache.find(ids[:6])
+    assert found.length == 6 and torch.equal(found.logits, logits + 1)
+    assert cache.find(ids).length == 4  # what ends between two multiples of the spacing serves that prompt alone
+    assert cache.find(ids[:4]) is None and cache.find(ids[:3]) is None  # without logits a token must be left to read
+    assert cache.find([0, 1, 2, 3, 9]).length == 4
+    assert cache.keep(ids, linear_state(10), logits)
+    found = cache.find(ids)
+    assert found.length == 10 and torch.equal(found.logits, logits)
+    assert cache.find([*ids, 11]).length == 4
+    assert cache.stats.hits == 5 and cache.stats.misses == 4
+    assert cache.stats.hit_tokens == 6 + 4 + 4 + 10 + 4
 
 
 def test_an_edit_costs_the_tokens_from_the_last_state_before_it():
     cache, ids = StateCache(10**6, 8), list(range(100, 180))
     for length in range(8, 81, 8):
-        cache.keep(ids[:length], linear_state(length), "grid")
+        cache.keep(ids[:length], linear_state(length))
     for edited in range(80):
         changed = [*ids[:edited], 5, *ids[edited + 1 :]]
         found = cache.find(changed)
         assert (0 if found is None else found.length) == edited // 8 * 8
-        assert cache.common(changed) == edited
 
 
 def test_states_that_begin_alike_share_blocks():
     cache = StateCache(10**6, 4)
     first = hybrid_state(8)
-    second, third = longer(first, 4), longer(first, 5)
+    second, third, logits = longer(first, 4), longer(first, 5), torch.randn(3)
     ids = list(range(8))
-    assert cache.keep(ids, first, "grid")
+    assert cache.keep(ids, first)
     alone = cache.stats.bytes
     assert alone == first.nbytes
-    assert cache.keep([*ids, 1, 2, 3, 4], second, "grid") and cache.keep([*ids, 9, 9, 9, 9, 9], third, "turn")
+    assert cache.keep([*ids, 1, 2, 3, 4], second) and cache.keep([*ids, 9, 9, 9, 9, 9], third, logits)
     memory, a_token = 4 * 4, 5 * 4
-    assert cache.stats.bytes == held(cache) == alone + 2 * memory + (4 + 5) * a_token
-    for prompt, state in (([*ids, 1, 2, 3, 4, 0], second), ([*ids, 9, 9, 9, 9, 9, 0], third), ([*ids, 0], first)):
+    assert cache.stats.bytes == held(cache) == alone + 2 * memory + (4 + 5) * a_token + logits.nbytes
+    for prompt, state in (([*ids, 1, 2, 3, 4, 0], second), ([*ids, 9, 9, 9, 9, 9], third), ([*ids, 0], first)):
         assert same(cache.find(prompt).state, state)
 
 
 def test_states_of_the_same_tokens_with_other_bits_share_nothing():
     cache, ids = StateCache(10**6, 4), list(range(12))
     read, written = hybrid_state(8), hybrid_state(12)
-    cache.keep(ids[:8], read, "grid")
-    cache.keep(ids, written, "turn")
+    cache.keep(ids[:8], read)
+    cache.keep(ids, written)
     assert same(cache.find([*ids, 0]).state, written) and same(cache.find([*ids[:8], 0]).state, read)
     assert cache.stats.bytes == read.nbytes + written.nbytes
     signed = ModelState(tuple(type(x)({k: -x[k] * 0 for k in x.names}, *([8] * isinstance(x, TokenCache)))
                               for x in read.layers), 8)  # fmt: skip
     zeros = ModelState(tuple(type(x)({k: x[k] * 0 for k in x.names}, *([8] * isinstance(x, TokenCache)))
                              for x in read.layers), 8)  # fmt: skip
-    for state, tokens in ((signed, [50] * 8), (longer(zeros, 1), [50] * 9)):
-        cache.keep(tokens, state, "turn")
+    for state, tokens in ((signed, [50] * 8), (longer(zeros, 4), [50] * 12)):
+        cache.keep(tokens, state)
         assert same(cache.find([*tokens, 0]).state, state)  # 0 and -0 are other bits
 
 
 def test_which_of_two_states_of_one_prefix_stays():
     cache, ids = StateCache(10**6, 4), [1, 2, 3, 4]
     states = [linear_state(4) for _ in range(5)]
-    logits = torch.randn(3)
-    for state, kind, given, stays in (
-        (states[0], "turn", None, 0),
-        (states[1], "branch", None, 0),
-        (states[2], "grid", None, 2),
-        (states[3], "turn", logits, 2),
-        (states[4], "prompt", logits, 4),
-        (states[0], "prompt", logits, 4),
+    first, second = torch.randn(3), torch.randn(3)
+    for state, given, stays, logits in (
+        (states[0], None, 0, None),
+        (states[1], None, 0, None),
+        (states[2], first, 2, first),  # only this one serves the prompt that ends here
+        (states[3], None, 2, first),
+        (states[4], second, 2, first),
     ):
-        assert cache.keep(ids, state, kind, given)
+        assert cache.keep(ids, state, given)
         assert same(cache.find([*ids, 5]).state, states[stays])
+        found = cache.find(ids)
+        assert found is None if logits is None else torch.equal(found.logits, logits)
     assert cache.stats.states == 1 and cache.stats.bytes == held(cache) == 16 + 12
 
 
 def test_the_budget_is_never_exceeded_and_the_cheap_go_first():
     cache = StateCache(3 * 16, 4, poison=True)
     for n, cost in enumerate((5.0, 1.0, 9.0, 2.0)):
-        cache.keep([n] * 4, linear_state(4), "grid", cost=cost)
+        cache.keep([n] * 4, linear_state(4), cost=cost)
         assert cache.stats.bytes == held(cache) <= 48
     assert [cache.find([n] * 5) is not None for n in range(4)] == [True, False, True, True]
     assert cache.stats.evictions == 1
-    assert not cache.keep([7] * 4, linear_state(4, size=13), "grid")  # alone it is too large: nothing goes for it
+    assert not cache.keep([7] * 4, linear_state(4, size=13))  # alone it is too large: nothing goes for it
     assert cache.stats.states == 3 and cache.stats.refused == 1
 
 
 def test_what_is_never_used_goes_even_if_it_was_expensive():
     cache = StateCache(4 * 16, 4)
-    cache.keep([0] * 4, linear_state(4), "grid", cost=3.0)
+    cache.keep([0] * 4, linear_state(4), cost=3.0)
     for n in range(1, 20):
-        cache.keep([n] * 4, linear_state(4), "grid", cost=1.0)
+        cache.keep([n] * 4, linear_state(4), cost=1.0)
     assert cache.find([0] * 5) is None and cache.find([19] * 5) is not None
 
 
@@ -148,13 +146,13 @@ def test_a_state_that_goes_leaves_the_blocks_that_others_need():
     first = hybrid_state(8, size=100)
     second = longer(first, 4)
     cache, ids = StateCache(first.nbytes + second.nbytes - 8 * 20, 4, poison=True), list(range(12))
-    cache.keep(ids[:8], first, "grid", cost=1.0)
-    cache.keep(ids, second, "grid", cost=5.0)
-    cache.keep([99] * 4, linear_state(4, size=100), "grid", cost=9.0)
+    cache.keep(ids[:8], first, cost=1.0)
+    cache.keep(ids, second, cost=5.0)
+    cache.keep([99] * 4, linear_state(4, size=100), cost=9.0)
     assert cache.find([*ids[:8], 70]) is None and cache.stats.states == 2
     assert same(cache.find([*ids, 0]).state, second)
     assert cache.stats.bytes == held(cache) == second.nbytes + 400
-    assert cache.keep([98] * 4, linear_state(4, size=100), "grid", cost=99.0)
+    assert cache.keep([98] * 4, linear_state(4, size=100), cost=99.0)
     assert cache.find([*ids, 0]) is None and cache.stats.bytes == held(cache) == 800
 
 
@@ -165,14 +163,14 @@ def test_a_state_belongs_to_who_found_it():
     for x, y in zip(wanted.layers, state.layers, strict=True):
         for name in x.names:
             x[name].copy_(y[name])
-    cache.keep(ids, state, "grid")
+    cache.keep(ids, state)
     for layer in state.layers:
         for name in layer.names:
             layer[name].zero_()  # the caller's own
     found = cache.find([*ids, 1])
     cache.clear()
     assert same(found.state, wanted)
-    cache.keep(ids, found.state, "grid")
+    cache.keep(ids, found.state)
     for layer in cache.find([*ids, 1]).state.layers:
         for name in layer.names:
             layer[name].zero_()
@@ -204,7 +202,7 @@ def test_looking_up_takes_as_long_whatever_else_is_kept():
     cache, counted = StateCache(10**8, 4), []
     prompt = [3, 10, 10, 10, 1]
     for n in range(5000):
-        cache.keep([n % 7, n, n, n], linear_state(4), "grid")
+        cache.keep([n % 7, n, n, n], linear_state(4))
         if n in (40, 4999):
             cache.find(prompt)  # the first call takes other ways
             counted.append(lines_of(lambda: cache.find(prompt)))
@@ -216,8 +214,10 @@ def test_looking_up_takes_as_long_whatever_else_is_kept():
     ("change", "message"),
     [
         (dict(ids=[1, 2, 3]), "ids must be the tokens that the state has read, 4, at least one, got 3"),
-        (dict(kind="middle"), "kind must be one of grid, prompt, turn, branch, got 'middle'"),
-        (dict(ids=[1] * 5, state=linear_state(5)), "a grid state must have read a multiple of spacing = 4, got 5"),
+        (
+            dict(ids=[1] * 5, state=linear_state(5)),
+            "ids must be a multiple of spacing = 4 tokens without logits, got 5; other states serve no longer prompt",
+        ),
         (dict(cost=float("nan")), "cost must be a number of seconds, at least 0, got nan"),
         (dict(state=ModelState.join([linear_state(4), linear_state(4)])), "of one row, got 2 rows"),
         (dict(state=None), "of one row, got NoneType"),
@@ -226,7 +226,7 @@ def test_looking_up_takes_as_long_whatever_else_is_kept():
 def test_errors_of_keep(change, message):
     cache = StateCache(10**6, 4)
     with pytest.raises(ValueError, match=message):
-        cache.keep(**(dict(ids=[1] * 4, state=linear_state(4), kind="grid") | change))
+        cache.keep(**(dict(ids=[1] * 4, state=linear_state(4)) | change))
     assert cache.stats.states == 0
 
 

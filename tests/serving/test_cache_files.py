@@ -32,15 +32,18 @@ def files(folder, kind="") -> list[Path]:
 
 
 def spill_three(folder):
-    """Write three states, of 8, 12 and 13 tokens, of which the longer ones share the blocks of the first."""
+    """Write states of 8, 12 and 13 tokens, which share blocks; return a prompt that finds each of them, and the state.
+
+    The last one is the end of a prompt.
+    """
     first = hybrid_state(8)
     second, third = longer(first, 4), longer(first, 5)
     cache = open_cache(folder)
-    assert cache.keep(IDS[:8], first, "grid", torch.arange(5.0), cost=2.0)
-    assert cache.keep(IDS[:12], second, "grid")
-    assert cache.keep([*IDS[:8], 9, 9, 9, 9, 9], third, "turn")
+    assert cache.keep(IDS[:8], first, torch.arange(5.0), cost=2.0)
+    assert cache.keep(IDS[:12], second)
+    assert cache.keep([*IDS[:8], 9, 9, 9, 9, 9], third, torch.arange(3.0))
     cache.close()
-    return {8: (IDS[:8], first), 12: (IDS[:12], second), 13: ([*IDS[:8], 9, 9, 9, 9, 9], third)}
+    return {8: ([*IDS[:8], 0], first), 12: ([*IDS[:12], 0], second), 13: ([*IDS[:8], 9, 9, 9, 9, 9], third)}
 
 
 @torch.inference_mode()
@@ -51,11 +54,11 @@ def test_every_mixer_survives_a_restart(tmp_path):
     assert identity == identity_of(model, "float32") != identity_of(model, "bfloat16")
     out = model(ids, last_only=True)
     cache = open_cache(tmp_path, 2**30, identity)
-    cache.keep(ids[0], out.state, "prompt", out.logits[0, -1])
+    cache.keep(ids[0], out.state, out.logits[0, -1])
     cache.close()
     again = open_cache(tmp_path, 2**30, identity)
-    found = again.find(ids[0], exact=True)
-    assert same(found.state, out.state) and torch.equal(found.logits, out.logits[0, -1]) and found.kind == "prompt"
+    found = again.find(ids[0])
+    assert same(found.state, out.state) and torch.equal(found.logits, out.logits[0, -1])
     more = torch.randint(256, (1, 3))
     assert torch.equal(model(more, state=found.state).logits, model(more, state=out.state).logits)
     assert again.stats.restored == 1 and again.stats.bytes == held(again)
@@ -66,7 +69,7 @@ def test_every_mixer_survives_a_restart(tmp_path):
 def test_states_stay_on_their_device(tmp_path):
     state, ids = hybrid_state(8).to("cuda"), IDS[:8]
     cache = open_cache(tmp_path)
-    cache.keep(ids, state, "prompt", torch.randn(5, device="cuda"))
+    cache.keep(ids, state, torch.randn(5, device="cuda"))
     assert all(x.is_cuda for x in cache.tensors()) and cache.stats.bytes == held(cache) == state.nbytes + 20
     assert same(cache.find(ids).state, state)
     cache.close()
@@ -83,10 +86,10 @@ def test_blocks_are_shared_on_disk_and_written_once(tmp_path):
     before = {x: x.stat().st_mtime_ns for x in files(tmp_path, "block-")}
     cache = open_cache(tmp_path)
     for ids, state in kept.values():
-        assert same(cache.find([*ids, 0]).state, state)
+        assert same(cache.find(ids).state, state)
     assert cache.stats.restored == 3 and cache.stats.bytes == held(cache)
     assert cache.stats.file_bytes == sum(x.stat().st_size for x in files(tmp_path))
-    cache.keep(IDS[:14], longer(kept[12][1], 2), "turn")
+    cache.keep(IDS[:14], longer(kept[12][1], 2), torch.arange(3.0))
     cache.close()
     assert len(files(tmp_path, "block-")) == 4
     assert {x: x.stat().st_mtime_ns for x in files(tmp_path, "block-") if x in before} == before
@@ -97,9 +100,9 @@ def test_a_file_that_goes_leaves_the_blocks_that_others_need(tmp_path):
     second, other = longer(first, 4), hybrid_state(8)
     cache = open_cache(tmp_path, budget=second.nbytes)
     for ids, state in ((IDS[:8], first), (IDS[:12], second), ([99] * 12, hybrid_state(12))):
-        assert cache.keep(ids, state, "turn")
+        assert cache.keep(ids, state)
     assert cache.stats.spilled == 2 and len(files(tmp_path, "block-")) == 2
-    assert cache.keep(IDS[:8], other, "prompt")  # the first state's file goes, its block is the second's too
+    assert cache.keep(IDS[:8], other, torch.arange(3.0))  # the first state's file goes, its block is the second's too
     assert cache.stats.files == 2 and same(cache.find([*IDS[:8], 0]).state, other)
     assert same(cache.find([*IDS[:12], 0]).state, second)
     cache.clear()
@@ -119,7 +122,7 @@ def test_a_flipped_bit_anywhere_is_noticed(tmp_path, kind, caplog):
     """Bytes of the header and of the data are damaged in turn: other bits are never returned."""
     state = hybrid_state(8)
     cache = open_cache(tmp_path)
-    cache.keep(IDS[:8], state, "grid", torch.arange(2.0))
+    cache.keep(IDS[:8], state, torch.arange(2.0))
     cache.close()
     (file,) = files(tmp_path, kind)
     whole, all_files = file.read_bytes(), {x: x.read_bytes() for x in files(tmp_path)}
@@ -157,13 +160,13 @@ def change(file: Path, **new) -> None:
         (lambda file: change(file, format=2), "expected version 1 of the format, got 2"),
         (lambda file: change(file, identity="another"), "expected identity"),
         (lambda file: change(file, blocks=["block-0"]), "1 of them are missing"),
-        (lambda file: change(file, kind="odd"), "expected blocks, kind and cost"),
+        (lambda file: change(file, cost="odd"), "expected blocks and cost"),
         (lambda file: [x.unlink() for x in file.parent.glob("block-*")], "1 of them are missing"),
     ],
 )
 def test_files_that_cannot_be_used_are_ignored_with_a_message(tmp_path, caplog, spoil, message):
     cache, state = open_cache(tmp_path), hybrid_state(8)
-    cache.keep(IDS[:8], state, "grid")
+    cache.keep(IDS[:8], state)
     cache.close()
     (file,) = files(tmp_path, "state-")
     spoil(file)
@@ -173,7 +176,7 @@ def test_files_that_cannot_be_used_are_ignored_with_a_message(tmp_path, caplog, 
         cache = open_cache(tmp_path)
     assert message in caplog.text and file.name in caplog.text
     assert cache.find([*IDS[:8], 0]) is None and cache.stats.ignored_files >= 1
-    cache.keep(IDS[:8], state, "grid")
+    cache.keep(IDS[:8], state)
     cache.close()  # the good state replaces the bad file
     cache = open_cache(tmp_path)
     assert same(cache.find([*IDS[:8], 0]).state, state) and other.read_text() == "mine"
@@ -191,7 +194,7 @@ def test_the_folder_has_a_budget(tmp_path):
     limit = 30_000
     cache = open_cache(tmp_path, budget=500, folder_bytes=limit)
     for n in range(40):
-        cache.keep([n] * 4, linear_state(4, size=100), "grid")
+        cache.keep([n] * 4, linear_state(4, size=100))
         assert cache.stats.file_bytes == sum(x.stat().st_size for x in files(tmp_path)) <= limit
     found = [cache.find([n] * 5) is not None for n in range(40)]
     assert not found[0] and all(found[-5:])  # the ones used longest ago went first
@@ -231,7 +234,7 @@ cache = StateCache(3000, 4, sys.argv[1], "a model")
 n = 0
 while True:
     x = torch.full((1, 4, 64), float(n))
-    cache.keep([n] * 4, ModelState((Memory({"m": x[:, 0]}), TokenCache({"keys": x}, 4)), 4), "grid")
+    cache.keep([n] * 4, ModelState((Memory({"m": x[:, 0]}), TokenCache({"keys": x}, 4)), 4))
     if cache.stats.spilled:
         print(cache.stats.spilled, flush=True)
     n += 1
@@ -266,7 +269,7 @@ def test_a_disk_that_cannot_be_written_is_logged(tmp_path, caplog, monkeypatch):
 
     monkeypatch.setattr("os.replace", full)
     for n in range(3):
-        assert cache.keep([n] * 4, linear_state(4), "grid")
+        assert cache.keep([n] * 4, linear_state(4))
     assert "No space left on device" in caplog.text and cache.stats.spilled == 0
     assert list(tmp_path.glob("*/*.part")) == [] and cache.stats.file_bytes == 0
     cache.close()
@@ -301,7 +304,7 @@ def test_files_outlive_a_moment_without_room(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:
-        assert cache.find(IDS[:12], exact=True) is None
+        assert cache.find([*IDS[:12], 1]) is None
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert cache.stats.files == 3 and cache.find([*IDS[:12], 1]).length == 12

@@ -24,7 +24,6 @@ SPACING = 4
 TOKENS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=4)
 KEEPING = st.fixed_dictionaries(
     {
-        "kind": st.sampled_from(["grid", "prompt", "turn", "branch"]),
         "with_logits": st.booleans(),
         "cost": st.sampled_from([0.0, 0.1, 5.0]),
     }
@@ -38,11 +37,6 @@ class Variant:
 
     state: ModelState
     logits: torch.Tensor | None
-    kind: str
-
-    @property
-    def rank(self) -> tuple[bool, bool]:
-        return self.kind in ("grid", "prompt"), self.logits is not None
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -98,42 +92,40 @@ class CacheMachine(RuleBasedStateMachine):
     def keep_again(self, which, how):
         self.keep_one(*self.live[which % len(self.live)], **how)
 
-    def keep_one(self, ids, state, kind, with_logits, cost):
-        kind = "prompt" if kind == "grid" and len(ids) % SPACING else kind
-        logits = torch.randn(5) if with_logits else None
+    def keep_one(self, ids, state, with_logits, cost):
+        logits = torch.randn(5) if with_logits or len(ids) % SPACING else None
         before = self.cache.stats
-        done = self.cache.keep(list(ids), state, kind, logits, cost)
+        done = self.cache.keep(list(ids), state, logits, cost)
         if not done:
-            assert state.nbytes > self.budget - (20 if with_logits else 0)
+            assert state.nbytes > self.budget - (0 if logits is None else 20)
             assert self.cache.stats.evictions == before.evictions  # nothing goes for what does not fit
             return
-        new = Variant(state.select(torch.tensor([0])), None if logits is None else logits.clone(), kind)
+        new = Variant(state.select(torch.tensor([0])), None if logits is None else logits.clone())
         old = self.kept.setdefault(ids, [])
-        if not old or new.rank > old[-1].rank or not self.lossless:
+        if not old or (logits is not None and old[-1].logits is None) or not self.lossless:
             if self.lossless:
                 old.clear()
             old.append(new)
 
-    @rule(ids=TOKENS, exact=st.booleans())
-    def find(self, ids, exact):
+    @rule(ids=TOKENS)
+    def find(self, ids):
         """Ask for every prompt that was read, with and without other tokens after it."""
         for begun in {(), *(prompt for prompt, _ in self.live)}:
             for prompt in ((*begun, *ids), begun):
-                self.check(prompt, self.cache.find(list(prompt), exact), exact)
+                self.check(prompt, self.cache.find(list(prompt)))
 
-    def check(self, prompt, found, exact):
-        served = [length for length in range(1, len(prompt) + 1) if self.serves(prompt, length, exact)]
+    def check(self, prompt, found):
+        served = [length for length in range(1, len(prompt) + 1) if self.serves(prompt, length)]
         if found is None:
             assert not (served and self.lossless)
             return
         ids = prompt[: found.length]
-        variants = [x for x in self.kept.get(ids, ()) if x.kind == found.kind and same(x.state, found.state)]
+        variants = [x for x in self.kept.get(ids, ()) if same(x.state, found.state)]
         assert any(
             x.logits is found.logits is None or (None not in (x.logits, found.logits) and x.logits.equal(found.logits))
             for x in variants
         )
         assert found.length in served and (found.length == served[-1] or not self.lossless)
-        assert found.length <= self.cache.common(list(prompt)) <= len(prompt) or self.cache.stats.refused
         self.last_found = ids, found.state
 
     @precondition(lambda self: self.last_found is not None)
@@ -142,12 +134,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.live.append(self.last_found)
         self.last_found = None
 
-    def serves(self, prompt, length, exact) -> bool:
-        return any(
-            (length < len(prompt) or x.logits is not None)
-            and (not exact or (x.rank[0] and (length == len(prompt) or length % SPACING == 0)))
-            for x in self.kept.get(prompt[:length], ())
-        )
+    def serves(self, prompt, length) -> bool:
+        """Whether a state of these tokens serves the prompt: at a multiple of the spacing, or at its end."""
+        kept = self.kept.get(prompt[:length], ())
+        return any(x.logits is not None if length == len(prompt) else length % SPACING == 0 for x in kept)
 
     @rule(what=st.sampled_from(["clear", "restart", "restart", "kill", "damage", "damage"]), data=st.data())
     def upset(self, what, data):

@@ -14,8 +14,8 @@ from lineate.serving.blocks import Tensors
 from lineate.serving.cache import StateCache
 from lineate.serving.peers import LinkedPeers
 
-SPACING = 8
-IDS = tuple(range(20))
+SPACING = 4
+IDS = tuple(range(80))
 
 
 class Both:
@@ -30,8 +30,8 @@ class Both:
 
         self.caches = on_all(self.linked.links, make)
 
-    def keep(self, length: int, states, kind: str = "turn", **more) -> list[bool]:
-        return self._each(lambda cache, rank: cache.keep(IDS[:length], states[rank], kind, **more))
+    def keep(self, length: int, states, **more) -> list[bool]:
+        return self._each(lambda cache, rank: cache.keep(IDS[:length], states[rank], **more))
 
     def find(self, length: int) -> list:
         """Return what each rank finds for a prompt that is one token longer."""
@@ -157,7 +157,7 @@ def test_a_part_that_finds_no_memory_is_kept_and_found_by_none(finding, monkeypa
     def call(cache, rank):
         if rank:
             short.append(current_thread().name)
-        return cache.find((*IDS[:8], 99)) if finding else cache.keep(IDS[:8], states[rank], "turn")
+        return cache.find((*IDS[:8], 99)) if finding else cache.keep(IDS[:8], states[rank])
 
     found = on_all(both.linked.links, lambda link: call(both.caches[link.rank], link.rank))
     assert found == ([None, None] if finding else [False, False])
@@ -172,8 +172,8 @@ def test_evictions_are_the_same(tmp_path):
     """More states than fit, in memory and on disk, some used again; seconds are those that every rank was told."""
     both = Both(tmp_path, budget=100)
     for n in range(1, 20):
-        both.keep(n, parts(n, linear_state), cost=n % 3)
-        both.find(n // 2 + 1)
+        both.keep(4 * n, parts(4 * n, linear_state), cost=n % 3)
+        both.find(4 * (n // 2 + 1))
     assert both.caches[0].stats.evictions > 3
     both.close()
     assert [x.name for x in files(tmp_path, 0)] == [x.name for x in files(tmp_path, 1)]

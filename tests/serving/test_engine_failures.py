@@ -253,7 +253,7 @@ def test_a_pool_without_room_fails_the_request_once(caplog):
 
 def test_a_cache_that_fails_costs_only_its_hits(caplog):
     class Broken(StateCache):
-        def find(self, ids, exact=False):
+        def find(self, ids):
             raise OSError("the disk is gone")
 
         def keep(self, *_):

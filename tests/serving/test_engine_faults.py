@@ -183,6 +183,6 @@ def test_a_copy_that_fails_leaves_no_bytes(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "copy_", failing)
-        assert not states.keep(prompt(SPACING), state, "grid")
+        assert not states.keep(prompt(SPACING), state)
     assert len(made) == 3 and states.stats.bytes == 0
-    assert states.keep(prompt(SPACING), state, "grid")
+    assert states.keep(prompt(SPACING), state)

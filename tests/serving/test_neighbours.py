@@ -32,8 +32,8 @@ def test_what_one_process_wrote_another_finds(tmp_path):
     assert shares(tmp_path) == ["share-0", "share-1"]
     first = hybrid_state(8)
     second = longer(first, 4)
-    one.keep(IDS[:8], first, "grid", torch.arange(5.0), cost=2.0)
-    one.keep(IDS[:12], second, "grid")
+    one.keep(IDS[:8], first, torch.arange(5.0), cost=2.0)
+    one.keep(IDS[:12], second)
     assert other.find(IDS) is None  # nothing is on disk yet
     one.close()
     found = other.find(IDS)
@@ -51,30 +51,31 @@ def test_what_one_process_wrote_another_finds(tmp_path):
 def test_only_a_longer_state_is_fetched(tmp_path):
     one, other = open_cache(tmp_path), open_cache(tmp_path)
     theirs, ours = hybrid_state(8), hybrid_state(8)
-    one.keep(IDS[:8], theirs, "grid")
+    one.keep(IDS[:8], theirs)
     one.close()
-    other.keep(IDS[:8], ours, "grid")
+    other.keep(IDS[:8], ours)
     assert same(other.find(IDS).state, ours) and other.stats.restored == 0
     other.close()
 
 
-def test_exact_takes_only_what_gives_the_same_bits(tmp_path):
+def test_the_end_of_a_prompt_serves_that_prompt_alone(tmp_path):
     one, other = open_cache(tmp_path), open_cache(tmp_path)
-    one.keep(IDS[:8], hybrid_state(8), "grid")
-    one.keep(IDS[:10], hybrid_state(10), "turn")
+    one.keep(IDS[:8], hybrid_state(8))
+    one.keep(IDS[:10], hybrid_state(10), torch.arange(5.0))
     one.close()
-    assert other.find(IDS, exact=True).length == 8
-    assert other.find(IDS).length == 10
+    assert other.find(IDS).length == 8
+    found = other.find(IDS[:10])
+    assert found.length == 10 and torch.equal(found.logits, torch.arange(5.0))
     other.close()
 
 
 def test_files_of_others_are_never_removed(tmp_path):
     one, other = open_cache(tmp_path), open_cache(tmp_path, folder_bytes=1)
-    one.keep(IDS[:8], hybrid_state(8), "grid")
+    one.keep(IDS[:8], hybrid_state(8))
     one.close()
     files = sorted(tmp_path.glob("share-0/*/*.safetensors"))
     assert files and other.find(IDS) is not None
-    other.keep(IDS[:8], hybrid_state(8), "grid", torch.arange(5.0))  # better, and other bits
+    other.keep(IDS[:8], hybrid_state(8), torch.arange(5.0))  # better, as it has logits
     other.clear()
     other.close()
     assert sorted(tmp_path.glob("share-0/*/*.safetensors")) == files
@@ -82,8 +83,8 @@ def test_files_of_others_are_never_removed(tmp_path):
 
 def test_a_state_that_its_owner_removed_is_read_again(tmp_path, caplog):
     one, other = open_cache(tmp_path), open_cache(tmp_path)
-    one.keep(IDS[:8], hybrid_state(8), "grid")
-    one.keep(IDS[:12], hybrid_state(12), "grid")
+    one.keep(IDS[:8], hybrid_state(8))
+    one.keep(IDS[:12], hybrid_state(12))
     one.close()
     assert other.find(IDS[:9]).length == 8
     for file in tmp_path.glob("share-0/*/*.safetensors"):
@@ -95,8 +96,8 @@ def test_a_state_that_its_owner_removed_is_read_again(tmp_path, caplog):
 def test_damaged_files_of_others(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     one, other = open_cache(tmp_path), open_cache(tmp_path)
-    one.keep(IDS[:8], hybrid_state(8), "grid")
-    one.keep([3, 1, 4, 1], hybrid_state(4), "grid")
+    one.keep(IDS[:8], hybrid_state(8))
+    one.keep([3, 1, 4, 1], hybrid_state(4))
     one.close()
     for file in tmp_path.glob("share-0/*/block-*.safetensors"):
         file.write_bytes(file.read_bytes()[:-3] + b"abc")
@@ -114,7 +115,7 @@ def test_damaged_files_of_others(tmp_path, caplog):
 
 def test_states_of_another_model_are_not_found(tmp_path):
     one, other = open_cache(tmp_path), open_cache(tmp_path, identity="another model")
-    one.keep(IDS[:8], hybrid_state(8), "grid")
+    one.keep(IDS[:8], hybrid_state(8))
     one.close()
     assert other.find(IDS) is None and shares(tmp_path) == ["share-0"]  # a share for each model
     other.close()
@@ -123,7 +124,7 @@ def test_states_of_another_model_are_not_found(tmp_path):
 def test_what_a_process_alone_wrote_is_found(tmp_path):
     alone = StateCache(10**6, 4, tmp_path, "a model")
     state = hybrid_state(8)
-    alone.keep(IDS[:8], state, "grid")
+    alone.keep(IDS[:8], state)
     alone.close()
     shared = open_cache(tmp_path)
     assert same(shared.find(IDS).state, state)
@@ -140,8 +141,8 @@ from lineate.serving.cache import StateCache
 torch.manual_seed(0)
 state = hybrid_state(8)
 cache = StateCache(state.nbytes, 4, sys.argv[1], "a model", shared=True)
-cache.keep(list(range(8)), state, "grid")
-cache.keep([9] * 8, hybrid_state(8), "grid")
+cache.keep(list(range(8)), state)
+cache.keep([9] * 8, hybrid_state(8))
 assert cache.stats.spilled == 1
 os.kill(os.getpid(), signal.SIGKILL)
 """
