@@ -253,6 +253,7 @@ class Batch:
         self.rows += [(job, row) for row in going]
         self._lineup = None
         for row, event in zip(rows, events, strict=True):
+            self._read_again(row, event.finished)
             self._tell(row, event)
         if not going:
             self._forget(job)
@@ -420,11 +421,13 @@ class Batch:
         job.running.remove(row)
         if not job.running:
             self._forget(job)
-        if self.cache is not None and finished in KEEPING:
-            self._read_again(row, self.cache.spacing)
+        self._read_again(row, finished)
 
-    def _read_again(self, row: Continuation, spacing: int) -> None:
+    def _read_again(self, row: Continuation, finished: str | None) -> None:
         """Note an answer whose text has more whole pieces than its prompt; shorter ones of the same text are done."""
+        if self.cache is None or finished not in KEEPING:
+            return
+        spacing = self.cache.spacing
         ids = tuple(row.ids[: len(row.ids) - len(row.ids) % spacing])
         prompt = len(row.handle.request.ids)
         if len(ids) > prompt:
