@@ -27,7 +27,7 @@ GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
 
 SCENARIOS = {
     "speculation": ["test_engine_guesses.py::test_the_next_turn_continues_a_guessed_answer[GGGA]"],
-    "cache": ["test_engine.py::test_a_branch_is_kept_where_prompts_part"],
+    "cache": ["test_answers.py::test_it_goes_on_after_a_request_that_came_in_the_middle"],
     "fork": ["test_engine.py::test_one_of_several_continuations_is_cancelled"],
     "cancellation": ["test_engine.py::test_cancelling_frees_the_row_at_the_next_step"],
 }
@@ -37,7 +37,7 @@ FILES = {
     "test_engine.py": "not kept_states and not log_prob and not deadlines and not errors",
     "test_engine_guesses.py": "not that_fails and not observe",
     "test_engine_overlap.py": "not fault and not cannot_begin and not interrupted and not deadline",
-    "test_branches.py": "not a_fault and not its_state_has",
+    "test_answers.py": "not a_fault and not its_states_have and not which_answers and not that_ends",
     "test_engine_failures.py": "many_threads or stopping_drains or listener",
     "test_engine_machine.py": "any_schedule",
     "test_reuse.py": "not chat and not what_the_next",
