@@ -72,12 +72,12 @@ def test_kept_states_continue_to_the_same_bits(pattern):
     first = Reading(lm, prompt(150, seed=7, begins=ids[:130]), SPACING, cache)
     while not first.done:
         first.advance()
-    second = Reading(lm, ids, SPACING, cache, exact=True)
+    second = Reading(lm, ids, SPACING, cache)
     second.look_up()
     assert (second.position, second.cached_tokens) == (128, 128)
     while not second.done:
         second.advance()
-    third = Reading(lm, ids, SPACING, cache, exact=True)
+    third = Reading(lm, ids, SPACING, cache)
     third.look_up()
     assert third.done and third.cached_tokens == 200
     for reading in (second, third):
@@ -86,48 +86,35 @@ def test_kept_states_continue_to_the_same_bits(pattern):
             assert all(torch.equal(a[name], b[name]) for name in a.names)
 
 
-def test_a_branch_is_kept_where_prompts_part():
-    """The third prompt with a shared beginning starts where the second left the first; exact engines do not use it."""
+def test_prompts_that_part_between_two_cuts_go_on_from_the_last_one():
     beginning = prompt(100, seed=5)
-    prompts = [prompt(150, seed=n, begins=beginning) for n in (11, 12, 13)]
-    expected = {False: [0, 64, 100], True: [0, 64, 64]}
-    for exact, cached in expected.items():
-        engine, handles = make(exact=exact), []
-        for ids in prompts:
-            handles.append(engine.submit(Request(ids, DRAWN, max_new_tokens=4)))
-            finish(engine)
-        assert [handle.result(0)[0].cached_tokens for handle in handles] == cached
-        for handle in handles:
-            check("GGGA", handle)
-
-
-def test_the_next_turn_continues_the_answer():
-    """The state at the end of an answer is kept: all but its last token, which was not read."""
-    for exact in (False, True):
-        engine = make(exact=exact)
-        handle = engine.submit(Request(prompt(70), DRAWN, max_new_tokens=20))
+    engine, handles = make(), []
+    for n in (11, 12, 13):
+        handles.append(engine.submit(Request(prompt(150, seed=n, begins=beginning), DRAWN, max_new_tokens=4)))
         finish(engine)
-        answer = handle.result(0)[0].tokens
-        following = (*prompt(70), *answer, 1, 2, 3)
-        handle = engine.submit(Request(following, DRAWN, max_new_tokens=8))
+    assert [handle.result(0)[0].cached_tokens for handle in handles] == [0, 64, 64]
+    for handle in handles:
+        check("GGGA", handle)
+
+
+@pytest.mark.parametrize("pattern", few(PATTERNS, ("GGGA", "TPNC")))
+def test_the_next_turn_has_the_bits_of_reading_the_whole_conversation(pattern):
+    """Three turns from the cache, beside others; each has the log-probabilities of an engine that keeps nothing."""
+    engine, ids = make(pattern), prompt(70)
+    for turn in range(3):
+        request = Request(ids, DRAWN, max_new_tokens=30, logprobs=3)
+        others = [engine.submit(Request(prompt(n, seed=turn), DRAWN, max_new_tokens=9 * n)) for n in (3, 4)]
+        handle = engine.submit(request)
         finish(engine)
-        (found,) = handle.result(0)
-        assert found.cached_tokens == (64 if exact else 89)
-        assert tuple(found.tokens) == alone("GGGA", following, DRAWN, 8)
-
-
-def test_states_that_were_not_read_from_the_grid_are_not_exact():
-    """What is read on from the end of an answer never serves an exact engine, which gets the bits of reading whole."""
-    cache = StateCache(2**26, SPACING, poison=True)
-    loose, strict = make(cache=cache), make(cache=cache, exact=True)
-    handle = loose.submit(Request(prompt(70), DRAWN, max_new_tokens=20))
-    finish(loose)
-    ids = (*prompt(70), *handle.result(0)[0].tokens, *prompt(100, seed=9))
-    loose.submit(Request(ids, DRAWN, max_new_tokens=1))
-    finish(loose)
-    handle = strict.submit(Request(ids, DRAWN, max_new_tokens=5))
-    finish(strict)
-    assert handle.result(0)[0].cached_tokens == 64
+        fresh = make(pattern, cached=False)
+        expected = fresh.submit(request)
+        finish(fresh)
+        ((found,), (wanted,)) = handle.result(0), expected.result(0)
+        assert (found.tokens, found.logprobs) == (wanted.tokens, wanted.logprobs)
+        assert found.cached_tokens == max(len(ids) - 4, 0) // SPACING * SPACING * (turn > 0)
+        for other in others:
+            check(pattern, other)
+        ids = (*ids, *found.tokens, 1, 2, 3, 4)
 
 
 def test_a_long_prompt_does_not_stall_the_others():
@@ -229,19 +216,20 @@ def test_cancelled_requests_leave_nothing_behind(when):
     assert other is None or other.result(0)[0].finished == "length"
 
 
-def test_stopping_keeps_the_state_of_the_answer():
+def test_an_answer_that_is_stopped_serves_the_next_turn():
     """Handle.stop ends a request as a stop token would, for example at a stop string."""
     engine = make()
-    handle = engine.submit(Request(prompt(10), DRAWN, max_new_tokens=30))
+    handle = engine.submit(Request(prompt(60), DRAWN, max_new_tokens=30))
     for _ in range(5):
         engine.step()
     handle.stop()
     finish(engine)
     (found,) = handle.result(0)
-    assert found.finished == "stop" and tuple(found.tokens) == alone("GGGA", prompt(10), DRAWN, 30)[: len(found.tokens)]
-    following = engine.submit(Request((*prompt(10), *found.tokens, 5), GREEDY, max_new_tokens=2))
+    assert found.finished == "stop" and tuple(found.tokens) == alone("GGGA", prompt(60), DRAWN, 30)[: len(found.tokens)]
+    following = engine.submit(Request((*prompt(60), *found.tokens, 5), GREEDY, max_new_tokens=2))
     finish(engine)
-    assert following.result(0)[0].cached_tokens == 10 + len(found.tokens) - 1
+    check("GGGA", following)
+    assert following.result()[0].cached_tokens == SPACING
 
 
 def test_stop_tokens_end_a_continuation():

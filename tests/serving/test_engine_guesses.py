@@ -87,14 +87,14 @@ def test_guesses_do_not_change_the_tokens(pattern):
 
 @pytest.mark.parametrize("pattern", ["GGGA", "KKKM, experts", "TPNC"])
 def test_the_next_turn_continues_a_guessed_answer(pattern):
-    """States enter the cache after verification only: refused guesses leave nothing in them."""
+    """Refused guesses leave nothing in the states that are kept."""
     engine = make(pattern, Oracle(pattern, 3))
-    handle = engine.submit(Request(prompt(30), DRAWN, max_new_tokens=20))
+    handle = engine.submit(Request(prompt(50), DRAWN, max_new_tokens=20))
     finish(engine)
-    following = (*prompt(30), *handle.result(0)[0].tokens, 5, 6)
+    following = (*prompt(50), *handle.result(0)[0].tokens, 5, 6)
     handle = engine.submit(Request(following, DRAWN, max_new_tokens=6))
     finish(engine)
-    assert handle.result(0)[0].cached_tokens == 49
+    assert handle.result(0)[0].cached_tokens == SPACING
     assert tuple(handle.result(0)[0].tokens) == alone(pattern, following, DRAWN, 24)[:6]
 
 

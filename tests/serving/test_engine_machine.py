@@ -71,16 +71,15 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         pattern=st.sampled_from(sorted(SMALL)),
         slots=st.integers(1, 4),
-        exact=st.booleans(),
         guesses=st.sampled_from(["none", "lookup", "mixed"]),
         budget=st.sampled_from([0.5, 3, 1000]),
         memory=st.sampled_from([1.0, 2.0, None]),
         spills=st.booleans(),
         overlap=st.booleans(),
     )
-    def begin(self, pattern, slots, exact, guesses, budget, memory, spills, overlap) -> None:
+    def begin(self, pattern, slots, guesses, budget, memory, spills, overlap) -> None:
         lm = self.lm = model(pattern)
-        self.pattern, self.exact, self.slots, self.guesses, self.overlap = pattern, exact, slots, guesses, overlap
+        self.pattern, self.slots, self.guesses, self.overlap = pattern, slots, guesses, overlap
         self.budget, self.spills = int(budget * lm.state_nbytes(1, 160)), spills
         plan = Plan(lm, slots, CONTEXT, None, 4)
         least = plan.pool_nbytes(Shape(slots, plan.capacity(CONTEXT))) + plan.reading_nbytes(Need(1, CONTEXT, 0, True))
@@ -92,7 +91,7 @@ class EngineMachine(RuleBasedStateMachine):
         drafter = {"none": None, "lookup": PromptLookup(n=1), "mixed": Mixed(self.pattern)}[self.guesses]
         self.engine = Engine(
             self.lm, slots=self.slots, context=CONTEXT, memory_bytes=self.memory, spacing=SPACING, cache=self.cache,
-            exact=self.exact, drafter=drafter, overlap=self.overlap, poison=True,
+            drafter=drafter, overlap=self.overlap, poison=True,
         )  # fmt: skip
 
     @rule(which=st.integers(0, len(PROMPTS) - 1), how=st.integers(0, len(SAMPLINGS) - 1), new=st.integers(1, MOST))
