@@ -1,6 +1,7 @@
 """Every family of checkpoints and every kind of layer: a request yields the tokens of a fresh engine that has only it.
 
-Batches, cache hits, evictions, files, restarts, forks, cancellations and guesses all happen in one run.
+Batches, cache hits, evictions, files, restarts, forks, cancellations and guesses all happen in one run. Without
+guesses, the log-probabilities have the same bits too.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from lineate.serving.requests import Completion, Handle, Request
 FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "olmo_hybrid")
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
 SAMPLINGS = (GREEDY, DRAWN, Sampling(top_k=20, top_p=0.9, repetition_penalty=1.2, seed=8))
-CONTEXT, MOST = 256, 8
+CONTEXT, MOST, TOP = 256, 8, 3
 subjects = pytest.mark.parametrize("subject", [*FAMILIES, *PATTERNS])
 Load = Callable[[str], HybridLM]
 
@@ -68,21 +69,25 @@ def finish(engine: Engine, *handles: Handle) -> list[Completion]:
 
 
 @cache
-def alone(lm: HybridLM, ids: tuple[int, ...], sampling: Sampling) -> list[int]:
+def alone(lm: HybridLM, ids: tuple[int, ...], sampling: Sampling) -> Completion:
     """Return the most tokens that any request asks for, from a fresh engine that keeps nothing."""
     engine = Engine(lm, slots=1, context=CONTEXT, spacing=SPACING)
-    (found,) = finish(engine, engine.submit(Request(ids, sampling, max_new_tokens=MOST)))
-    return found.tokens
+    (found,) = finish(engine, engine.submit(Request(ids, sampling, max_new_tokens=MOST, logprobs=TOP)))
+    return found
 
 
-def check(lm: HybridLM, handle: Handle) -> None:
-    """Check that each continuation has the tokens of a fresh engine: all of them, or as many as it came to."""
+def check(lm: HybridLM, handle: Handle, bits: bool) -> None:
+    """Check that each continuation has the tokens of a fresh engine: all of them, or as many as it came to.
+
+    bits: whether its log-probabilities must have the same bits; guessed tokens are read together, not one by one.
+    """
     request = handle.request
     for n, found in enumerate(handle.result(0)):
         expected = alone(lm, request.ids, replace(request.sampling, seed=request.sampling.seed + n))
         assert found.finished in ("length", "cancelled"), found
         many = request.max_new_tokens if found.finished == "length" else len(found.tokens)
-        assert found.tokens == expected[:many]
+        assert found.tokens == expected.tokens[:many]
+        assert not bits or found.logprobs == expected.logprobs[:many]
 
 
 def requests(lm: HybridLM) -> list[Request]:
@@ -91,18 +96,18 @@ def requests(lm: HybridLM) -> list[Request]:
     prompts = [ids[:70], ids, (*ids[:64], 5, 6), ids[7:19] * 4, (*ids[:100], 1, 2)]
     counts = [(5, 1), (MOST, 1), (6, 2), (MOST, 1), (4, 1)]
     return [
-        Request(own, SAMPLINGS[i % 3], max_new_tokens=new, n=n)
+        Request(own, SAMPLINGS[i % 3], max_new_tokens=new, n=n, logprobs=TOP)
         for i, (own, (new, n)) in enumerate(zip(prompts, counts, strict=True))
     ]
 
 
-def run_all(lm: HybridLM, folder, budget: int, exact: bool, rounds: int) -> None:
+def run_all(lm: HybridLM, folder, budget: int, guesses: bool, rounds: int) -> None:
     """Run all requests beside each other, in rounds of another order, with a restart after each; check them all."""
     seen = {"evictions": 0, "spilled": 0, "restored": 0, "guesses": 0, "cached": 0}
     for n in range(rounds):
         states = StateCache(budget, SPACING, folder, identity_of(lm), poison=True)
-        options = {"slots": 3, "context": CONTEXT, "spacing": SPACING, "exact": exact, "poison": True}
-        engine = Engine(lm, **options, cache=states, drafter=PromptLookup(n=1))
+        options = {"slots": 3, "context": CONTEXT, "spacing": SPACING, "poison": True}
+        engine = Engine(lm, **options, cache=states, drafter=PromptLookup(n=1) if guesses else None)
         order = requests(lm)
         order = order[n:] + order[:n]
         handles = []
@@ -110,14 +115,14 @@ def run_all(lm: HybridLM, folder, budget: int, exact: bool, rounds: int) -> None
             handles.append(engine.submit(request))
             engine.step()
             engine.step()
-        cancelled = engine.submit(Request(base(lm, 90, seed=2), DRAWN, max_new_tokens=MOST, n=2))
+        cancelled = engine.submit(Request(base(lm, 90, seed=2), DRAWN, max_new_tokens=MOST, n=2, logprobs=TOP))
         while not any(event.tokens for event in cancelled.pending()):
             engine.step()
         cancelled.cancel()
         again = [engine.submit(replace(request, max_new_tokens=3, n=1)) for request in order[:2]]
         finish(engine)
         for handle in (*handles, cancelled, *again):
-            check(lm, handle)
+            check(lm, handle, bits=not guesses)
         assert engine.stats.finished == {"length": 8, "cancelled": 2}
         engine.stop()
         states.close()
@@ -127,22 +132,25 @@ def run_all(lm: HybridLM, folder, budget: int, exact: bool, rounds: int) -> None
         seen = {name: seen[name] + now[name] for name in seen}
     if budget >= 3 * lm.state_nbytes(1, 140):  # states share the entries of attention, so that all of them may fit
         del seen["evictions"]
+    if not guesses:
+        assert seen.pop("guesses") == 0
     assert all(seen.values()), seen
 
 
 @pytest.mark.parametrize("subject", few([*FAMILIES, *PATTERNS], ("qwen3_5_moe", *list(PATTERNS)[:1])))
-def test_tokens_do_not_depend_on_anything_else(subject, load, tmp_path):
+@pytest.mark.parametrize("guesses", [False, True])
+def test_nothing_depends_on_anything_else(subject, guesses, load, tmp_path):
     lm = load(subject)
-    run_all(lm, tmp_path, int(2.5 * lm.state_nbytes(1, 140)), False, 2)
+    run_all(lm, tmp_path, int(2.5 * lm.state_nbytes(1, 140)), guesses, 2)
 
 
 @pytest.mark.slow
 @subjects
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("guesses", [False, True])
 @pytest.mark.parametrize("budget", [1.2, 4, 100])
-def test_in_many_orders(subject, exact, budget, load, tmp_path):
+def test_in_many_orders(subject, guesses, budget, load, tmp_path):
     lm = load(subject)
-    run_all(lm, tmp_path, int(budget * lm.state_nbytes(1, 140)), exact, 5)
+    run_all(lm, tmp_path, int(budget * lm.state_nbytes(1, 140)), guesses, 5)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +166,7 @@ def test_logits_from_a_kept_state_have_the_same_bits(subject, load, tmp_path):
     cached = []
     for n in range(2):
         states = StateCache(2**26, SPACING, tmp_path, identity_of(lm), poison=True)
-        engine = Engine(lm, slots=3, context=CONTEXT, spacing=SPACING, cache=states, exact=True, poison=True)
+        engine = Engine(lm, slots=3, context=CONTEXT, spacing=SPACING, cache=states, poison=True)
         if not n:
             finish(engine, engine.submit(Request((*ids[:130], 1, 2, 3), DRAWN, max_new_tokens=MOST)))
         engine.submit(Request(ids[50:], DRAWN, max_new_tokens=MOST, n=2))
