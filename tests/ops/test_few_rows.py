@@ -1,4 +1,4 @@
-"""Products of a few rows in float32, as decoding has them: values, bits, and where torch multiplies instead."""
+"""Products of a few rows, as decoding has them: values, bits, and where torch multiplies instead."""
 
 import ctypes
 import mmap
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lineate import processor
 from lineate.half import has_few_rows, linear
 from lineate.layers.projection import project
 from lineate.native import product as native
@@ -56,6 +57,35 @@ def test_bits_of_weights_of_16_bits_do_not_depend_on_the_other_rows(dtype, size)
     for rows in (1, 2, 3, 5, 8, 11, 16):
         for first in (0, most - rows):
             assert torch.equal(native.product(x[first : first + rows], weight), together[first : first + rows])
+
+
+@pytest.fixture(params=["0", "1"], ids=["widened", "direct"])
+def products(request, monkeypatch):
+    """Let torch have 16-bit products or not, whatever this processor has."""
+    for name in ("LINEATE_CPU_BF16", "LINEATE_CPU_FP16"):
+        monkeypatch.setenv(name, request.param)
+    processor.forget()
+    yield
+    processor.forget()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("out, size", [(7, 8), (130, 100), (777, 300), (97, 2150)])
+@torch.no_grad()
+def test_rows_of_16_bits_do_not_depend_on_the_other_rows(dtype, out, size, products):
+    """Values are rounded once from float32, and a bias is added before that."""
+    x, weight, bias = torch.randn(16, size).to(dtype), torch.randn(out, size).to(dtype), torch.randn(out).to(dtype)
+    for own in (None, bias):
+        alone = torch.cat([linear(row, weight, own) for row in x.split(1)])
+        assert alone.dtype == dtype
+        torch.testing.assert_close(
+            alone.double(), F.linear(x.double(), weight.double(), None if own is None else own.double()),
+            rtol=torch.finfo(dtype).eps, atol=1e-4 * size**0.5,
+        )  # fmt: skip
+        for rows in range(1, 17):
+            for first in (0, 16 - rows):
+                assert torch.equal(linear(x[first : first + rows], weight, own), alone[first : first + rows])
+        assert torch.equal(linear(x[None, :5], weight, own)[0], alone[:5])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
