@@ -1,11 +1,12 @@
 """The short causal convolution: each channel of a token sees the last few tokens of its own sequence."""
 
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineate.elementwise import elementwise
 from lineate.layers.gpu import kernels_for
 from lineate.layers.state import TensorSpec
 from lineate.native import layers as native
@@ -80,7 +81,7 @@ def _convolve_in_blocks(padded: Tensor, taps: Tensor, bias: Tensor | None, t: in
             torch.addcmul(bias, first, taps[0], out=own)
         for i in range(1, len(taps)):
             own.addcmul_(padded[:, begin + i : begin + i + own.shape[1]], taps[i])
-    return F.silu(y, inplace=True)
+    return elementwise(partial(F.silu, inplace=True), y)
 
 
 def _packed(

@@ -88,7 +88,7 @@ def glu(x: Tensor) -> Tensor:
     if (kernels := kernels_for(x)) is not None:
         return kernels.glu(x)
     gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
+    return elementwise(F.silu, gate) * up
 
 
 class MixtureOfExperts(nn.Module):

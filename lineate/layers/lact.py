@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineate.elementwise import elementwise
 from lineate.half import attention
 from lineate.layers.attention import attend_new, takes_packed
 from lineate.layers.configs import MemoryConfig
@@ -120,7 +121,7 @@ class LaCT(LearningMixer):
         dtype = compute_dtype(x.dtype)
         logits = gates[0].to(dtype).unflatten(-1, (5, self.heads)) + self.gate_bias.to(dtype)
         rates, momentum, shown = logits.split((3, 1, 1), 2)
-        rates = F.softplus(rates + self.base).transpose(2, 3)
+        rates = elementwise(F.softplus, rates + self.base).transpose(2, 3)
         tensors: dict[str, Tensor] = {}
         if self.window:
             attended = self.attend_window(q, k, v, state, cu_seqlens, tensors)
@@ -129,10 +130,10 @@ class LaCT(LearningMixer):
         else:
             before = self.memory_of(state)
         y, after = lact(
-            *self._features(mixed), rates, momentum.squeeze(2).sigmoid(), before,
+            *self._features(mixed), rates, elementwise(torch.sigmoid, momentum.squeeze(2)), before,
             chunk=self.chunk, muon=self.muon, cu_seqlens=cu_seqlens,
         )  # fmt: skip
-        y = self.norm(y) * F.silu(shown.transpose(2, 3)).to(y.dtype)
+        y = self.norm(y) * elementwise(F.silu, shown.transpose(2, 3)).to(y.dtype)
         y = y.flatten(2)
         return y + attended if self.window else y, tensors | after
 
@@ -145,10 +146,12 @@ class LaCT(LearningMixer):
         q, k, v = mixed.chunk(3, -1)
         dtype = compute_dtype(mixed.dtype)
         q, k = (
-            normalize(F.silu(x * a.to(x.dtype) + b.to(x.dtype)).unflatten(-1, (self.heads, -1)).to(dtype)).to(x.dtype)
+            normalize(
+                elementwise(F.silu, x * a.to(x.dtype) + b.to(x.dtype)).unflatten(-1, (self.heads, -1)).to(dtype)
+            ).to(x.dtype)
             for x, a, b in zip((q, k), self.scale, self.offset, strict=True)
         )
-        return q, k, F.silu(v).unflatten(-1, (self.heads, -1))
+        return q, k, elementwise(F.silu, v).unflatten(-1, (self.heads, -1))
 
     def attend_window(
         self, q: Tensor, k: Tensor, v: Tensor, state: Memory | None, cu_seqlens: Tensor | None, new: dict[str, Tensor]

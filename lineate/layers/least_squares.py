@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lineate import checks
+from lineate.elementwise import elementwise
 from lineate.layers.configs import MemoryConfig
 from lineate.layers.learning import LearningMixer, divide_memory, shared_sizes
 from lineate.layers.learning_costs import LeastSquaresCosts, learning_kept
@@ -109,9 +110,9 @@ class LeastSquares(LearningMixer):
         v = v.unflatten(-1, (self.heads, self.value_dim))
         log_decay = None
         if self.decay_bias is not None:
-            log_decay = self.log_floor * (forgetting[0].to(dtype) + self.decay_bias.to(dtype)).sigmoid()
+            log_decay = self.log_floor * elementwise(torch.sigmoid, forgetting[0].to(dtype) + self.decay_bias.to(dtype))
         output, memory = least_squares(
-            q, k, v.to(dtype), log_decay, b.to(dtype).sigmoid(),
+            q, k, v.to(dtype), log_decay, elementwise(torch.sigmoid, b.to(dtype)),
             ridge=self.ridge, state=None if state is None else self.memory_of(state), cu_seqlens=cu_seqlens,
             chunk=self.chunk,
         )  # fmt: skip

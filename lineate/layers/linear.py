@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lineate import checks
 from lineate.call import Inputs
+from lineate.elementwise import elementwise
 from lineate.layers import linear_costs as costs
 from lineate.layers.carry import run_rule
 from lineate.layers.configs import LinearConfig
@@ -127,7 +128,7 @@ class GatedLinearAttention(LinearMixer):
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
         decay = project(self.decay_proj, gates[0]).unflatten(-1, (self.value_heads, self.key_dim))
-        return Inputs(q, k, v, F.logsigmoid(decay.to(compute_dtype(decay.dtype))) / 16)
+        return Inputs(q, k, v, elementwise(F.logsigmoid, decay.to(compute_dtype(decay.dtype))) / 16)
 
 
 class DeltaNet(LinearMixer):
@@ -170,7 +171,7 @@ class DeltaNet(LinearMixer):
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
         b = gates[1]
-        return Inputs(q, k, v, beta=self.beta_scale * b.to(compute_dtype(b.dtype)).sigmoid())
+        return Inputs(q, k, v, beta=self.beta_scale * elementwise(torch.sigmoid, b.to(compute_dtype(b.dtype))))
 
 
 class GatedDeltaNet(DeltaNet):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate.call import Inputs
+from lineate.elementwise import elementwise
 from lineate.layers.configs import LinearConfig, MambaConfig
 from lineate.layers.context import Bounds
 from lineate.layers.linear import init_decay
@@ -55,7 +56,7 @@ class GroupedGatedNorm(nn.Module):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Normalise x `b t heads head_dim` and multiply it by the activated gate of the same shape; in x's dtype."""
         dtype = compute_dtype(x.dtype)
-        y, z = x.to(dtype).flatten(2), F.silu(gate.to(dtype)).flatten(2)
+        y, z = x.to(dtype).flatten(2), elementwise(F.silu, gate.to(dtype)).flatten(2)
         if self.gate_first:
             y = y * z
         if self.groups == 0:
@@ -140,7 +141,7 @@ class Mamba2(LinearMixer):
     def steps(self, dt: Tensor) -> Tensor:
         """Return the steps of raw ones `b t heads`: softplus(dt + dt_bias) within the bounds, in float32."""
         dtype = compute_dtype(dt.dtype)
-        steps = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))
+        steps = elementwise(F.softplus, dt.to(dtype) + self.dt_bias.to(dtype))
         if self.step_least or self.step_most is not None:
             steps = steps.clamp(self.step_least, self.step_most)
         return steps

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineate.elementwise import elementwise
 from lineate.layers.gpu import kernels_for
 from lineate.native import layers as native
 from lineate.rule import compute_dtype
@@ -82,7 +83,7 @@ class GatedRMSNorm(nn.Module):
         x, gate, given = x.to(dtype), gate.to(dtype), x.dtype
         # (torch 2.11 cannot compile tangents of its own rms_norm on a GPU.)
         normed = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * weight.to(dtype)
-        return (normed * (F.silu(gate) if self.activation == "silu" else gate.sigmoid())).to(given)
+        return (normed * elementwise(F.silu if self.activation == "silu" else torch.sigmoid, gate)).to(given)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, activation={self.activation!r}"

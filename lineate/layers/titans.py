@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lineate import checks
+from lineate.elementwise import elementwise
 from lineate.layers.configs import MemoryConfig
 from lineate.layers.learning import LearningMixer, check_chunked, divide_memory, rows_of, shared_sizes
 from lineate.layers.learning_costs import TitansCosts, learning_kept
@@ -105,7 +106,7 @@ class Titans(LearningMixer):
         dtype = compute_dtype(x.dtype)
         q, k = (normalize(y.to(dtype)).to(v.dtype) for y in (q, k))
         logits = logits.to(dtype).unflatten(-1, (3, self.heads)) + self.gate_bias.to(dtype)
-        theta, eta, alpha = logits.sigmoid().unbind(2)
+        theta, eta, alpha = elementwise(torch.sigmoid, logits).unbind(2)
         if state is None:
             before = titans_state([weights.to(dtype) for weights in self.initial], rows_of(x, cu_seqlens))
             del before["position"]

@@ -11,12 +11,14 @@ convolutions without silu, and v has no convolution; here each has its own proje
 as in the other mixers.
 """
 
+from functools import partial
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineate.elementwise import elementwise
 from lineate.layers.configs import MemoryConfig
 from lineate.layers.learning import LearningMixer, divide_memory, shared_sizes
 from lineate.layers.learning_costs import LearningCosts, learning_kept
@@ -114,7 +116,7 @@ class TTTMixer(LearningMixer):
             turn = turns(places, self.head_dim // 2 * 2, self.rope_theta, x.dtype)
             q, k = rotate(q, turn), rotate(k, turn)
         dtype = compute_dtype(r.dtype)
-        rate = self.base_rate / self.head_dim * (r.to(dtype) + self.rate_bias.to(dtype)).sigmoid()
+        rate = self.base_rate / self.head_dim * elementwise(torch.sigmoid, r.to(dtype) + self.rate_bias.to(dtype))
         places = torch.arange(1, self.chunk + 1, device=x.device, dtype=dtype)
         factor = (1 / places + self.factor_offset.to(dtype)).clamp(min=0)
         output, memory = ttt(
@@ -123,7 +125,7 @@ class TTTMixer(LearningMixer):
             factor=factor, chunk=self.chunk, cu_seqlens=cu_seqlens, eps=self.norm_eps,
             recompute_chunks=self.recompute_chunks,
         )  # fmt: skip
-        return self._norm_all(output.flatten(2)) * F.gelu(z, approximate="tanh"), memory
+        return self._norm_all(output.flatten(2)) * elementwise(partial(F.gelu, approximate="tanh"), z), memory
 
     def _norm_all(self, x: Tensor) -> Tensor:
         """Normalise the channels of all heads together, those on other ranks too."""

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
+from lineate.elementwise import elementwise
 from lineate.memory.chunks import check_chunk
 from lineate.memory.lact.scan import ScanState, scan
 from lineate.memory.lact.steps import halves
@@ -187,9 +188,9 @@ def _apply(tokens: Sequence[Tensor], state: Mapping[str, Tensor]) -> tuple[Tenso
     """Return the outputs of tokens of one chunk, `n h c ...`, and the state with their gradients in its sums."""
     q, k, v, rates, momentum = tokens
     W0, W1, W2 = (state[f"weights_{i}"] for i in _MATRICES)
-    y = product(F.silu(product(q, W0.mT)) * product(q, W2.mT), W1.mT)
+    y = product(elementwise(F.silu, product(q, W0.mT)) * product(q, W2.mT), W1.mT)
     a, u, back = product(k, W0.mT), product(k, W2.mT), product(v, W1)  # n h c dh
-    gate = a.sigmoid()
+    gate = elementwise(torch.sigmoid, a)
     open_ = a * gate  # silu
     rate0, rate1, rate2 = rates.split(1, -1)
     steps = (
