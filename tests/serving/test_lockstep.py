@@ -34,10 +34,10 @@ SCENARIOS = {
 """Tests of the fast suite, each of which takes a second."""
 # Left out: tests that break something on one rank, that call the model beside the engine, or that set the clock.
 FILES = {
-    "test_engine.py": "not kept_states and not log_prob and not deadlines and not errors",
+    "test_engine.py": "not kept_states and not the_bits and not log_prob and not deadlines and not errors",
     "test_engine_guesses.py": "not that_fails and not observe",
     "test_engine_overlap.py": "not fault and not cannot_begin and not interrupted and not deadline",
-    "test_answers.py": "not a_fault and not its_states_have and not which_answers and not that_ends",
+    "test_answers.py": "not fault and not bits and not which and not that_ends and not different and not so_many",
     "test_engine_failures.py": "many_threads or stopping_drains or listener",
     "test_engine_machine.py": "any_schedule",
     "test_reuse.py": "not chat and not what_the_next",
