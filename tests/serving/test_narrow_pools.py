@@ -6,7 +6,8 @@ from functools import cache
 
 import pytest
 import torch
-from serving_models import CONFIG, SPACING, VOCAB, model, prompt
+from kept_states import same
+from serving_models import CONFIG, SPACING, VOCAB, alone, model, prompt
 from small_models import random_model
 
 from lineate.generation.choice import Sampling, choose_tokens
@@ -162,31 +163,26 @@ def test_rounding_changes_the_state():
         assert float((x.float() - states[0]).norm() / states[0].norm()) < 0.02
 
 
-@torch.no_grad()
 def test_the_next_turn_is_read_in_float32():
-    """The end of an answer is kept in bfloat16, as the pool has it; what is read after it is computed in float32."""
+    """The answer was decoded in bfloat16; it is read again in float32, and that state is kept for any pool."""
     lm, engine = model("GGGA"), make("GGGA")
-    handle = engine.submit(Request(prompt(30), GREEDY, max_new_tokens=20))
+    handle = engine.submit(Request(prompt(50), GREEDY, max_new_tokens=20))
     finish(engine)
-    answer = handle.result(0)[0].tokens
-    following = (*prompt(30), *answer, *prompt(40, seed=8))
+    text = (*prompt(50), *handle.result(0)[0].tokens)
+    following = (*text, *prompt(40, seed=8))
     kept = engine.cache.find(following)
-    assert kept.length == 49 and kept.state.layers[0]["memory"].dtype == torch.bfloat16
+    assert kept.length == SPACING < len(text) and kept.state.layers[0]["memory"].dtype == torch.float32
+    assert same(kept.state, read(lm, text[:SPACING]).state)
     second = engine.submit(Request(following, GREEDY, max_new_tokens=8))
     finish(engine)
-    assert second.result(0)[0].cached_tokens == 49
-    out = lm.hidden(lm.embed(torch.tensor([following[49:64]])), lm.convert_state(kept.state))
-    hidden, state = lm.hidden(lm.embed(torch.tensor([following[64:]])), out[1])
-    logits, tokens, state = lm.logits(hidden[:, -1:])[:, 0], [], lm.convert_state(state, "bfloat16")
-    for _ in range(8):
-        tokens.append(int(logits.argmax()))
-        new = lm(torch.tensor([tokens[-1:]]), state)
-        logits, state = new.logits[:, 0], new.state
-    assert second.result(0)[0].tokens == tokens
+    (found,) = second.result(0)
+    assert found.cached_tokens == SPACING
+    assert tuple(found.tokens) == plain("GGGA", "cpu", following, GREEDY, "nearest")[:8]
     wide = make("GGGA", state_dtype=None, cache=engine.cache)  # another pool takes it, too
     third = wide.submit(Request(following, GREEDY, max_new_tokens=8))
     finish(wide)
-    assert third.result(0)[0].finished == "length"
+    assert tuple(third.result(0)[0].tokens) == alone("GGGA", following, GREEDY, 8)
+    assert third.result()[0].cached_tokens == len(following)
 
 
 @devices
