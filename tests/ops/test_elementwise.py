@@ -53,6 +53,7 @@ def test_gradients_are_those_of_the_function(function):
     torch.testing.assert_close((y, tangent), torch.func.jvp(function, (x,), (torch.ones_like(x),)))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
 @functions
 def test_transforms_and_graphs_see_the_function_alone(function):
     x, seen = torch.randn(5, 13), []
