@@ -292,8 +292,8 @@ def _shared_turns(
         else:
             own, at = _frequencies(mixer.rotary_dim, mixer.rope_theta), 0
             angles = own[None] * lengths if isinstance(lengths, int) else lengths[:, None].to(torch.float32) * own
-            made = (elementwise(turn, angles) for turn in (torch.cos, torch.sin))
-            both = tuple(x.expand(rows, -1).contiguous() for x in made)
+            cos, sin = (elementwise(turn, angles).expand(rows, -1).contiguous() for turn in (torch.cos, torch.sin))
+            both = cos, sin
         shared[key] = (both[0].data_ptr() + at, both[1].data_ptr() + at), both, lengths
     found: tuple[int, int] = shared[key][0]
     return found
