@@ -1,10 +1,13 @@
 """The small model of TTT, its layers read and differentiated for any number of chunks at once."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from lineate.elementwise import elementwise
 
 Layers = list[tuple[Tensor, Tensor]]
 """W `n d_in d_out` and b `n 1 d_out` of every layer; n = rows * heads, or cells * heads."""
@@ -31,7 +34,7 @@ def gradients(weights: Layers, k: Tensor, target: Tensor, square: Tensor, eps: f
         z = torch.baddbmm(a, inputs[-1], w)
         before.append(z)
         if len(before) < len(weights):
-            inputs.append(F.gelu(z, approximate="tanh"))
+            inputs.append(elementwise(partial(F.gelu, approximate="tanh"), z))
     grads = [_norm_gradient(before[-1], target, square, eps)]
     for (w, _), z in zip(reversed(weights[1:]), reversed(before[:-1]), strict=True):
         back = torch.bmm(grads[0], w.transpose(1, 2))
@@ -73,7 +76,7 @@ def read(
     y = q
     for i, ((w, a), x, grad) in enumerate(zip(weights, found.inputs, found.grads, strict=True)):
         if i:
-            y = F.gelu(y, approximate="tanh")
+            y = elementwise(partial(F.gelu, approximate="tanh"), y)
             scores = mask * (torch.bmm(y, x.transpose(1, 2)) + 1)
         z = torch.baddbmm(torch.baddbmm(a, y, w), scores, grad, alpha=-1)
         if prior is not None and factor is not None:

@@ -1,10 +1,13 @@
 """The op of TTT-Linear and TTT-MLP: its checks, its state, and one token at a time."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
+from lineate.elementwise import elementwise
 from lineate.memory.chunks import check_chunk, lay_out
 from lineate.memory.ttt.dual import Tokens, run_chunks
 from lineate.memory.ttt.model import Layers, gradients
@@ -91,7 +94,7 @@ def _step(
     for i, ((w, a), (w0, a0), x, grad) in enumerate(zip(weights, sums, inputs, grads, strict=True)):
         w0, a0 = torch.baddbmm(w0, rate * x.transpose(1, 2), grad), a0 + rate * grad
         now = w - here * w0, a - here * a0
-        y = torch.baddbmm(now[1], F.gelu(y, approximate="tanh") if i else y, now[0])
+        y = torch.baddbmm(now[1], elementwise(partial(F.gelu, approximate="tanh"), y) if i else y, now[0])
         stepped.append((torch.where(full, now[0], w), torch.where(full, now[1], a)))
         since.append((torch.where(full, 0, w0), torch.where(full, 0, a0)))
     return y.view(b, 1, h, -1), stepped, since, (position + 1) % factor.shape[0]
