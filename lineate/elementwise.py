@@ -27,7 +27,8 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling() or not x.is_cpu or not 0 < x.numel() <= MOST:
         return function(x)
-    if (x.numel() % VECTORS == 0 and x.is_contiguous()) or needs_grad(x) or not is_eager(x):
+    whole = x.dim() and x.shape[-1] % VECTORS == 0 and x.stride(-1) == 1
+    if whole or (x.numel() % VECTORS == 0 and x.is_contiguous()) or needs_grad(x) or not is_eager(x):
         return function(x)
     flat = F.pad(x.reshape(-1), (0, -x.numel() % VECTORS))
     return function(flat)[: x.numel()].view(x.shape)
