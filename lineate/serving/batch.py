@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from lineate.serving.answers import MOST_ANSWERS, Answer
 from lineate.serving.cache import StateCache
 from lineate.serving.continuation import Chosen, Continuation, Lineup, NextTokens, PromptLogprobs, choose
 from lineate.serving.drafting import Drafter
@@ -22,8 +23,6 @@ from lineate.serving.requests import Event, Failed, Handle, TokenLogprob
 
 KEEPING = ("stop", "length", "timeout")
 """Answers that end so are read again in pieces, so that the next turn finds their state in the cache."""
-MOST_ANSWERS = 64
-"""The most answers that wait to be read again; the oldest are given up, whose states are the likeliest to be gone."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,46 +58,6 @@ class Job:
     def new_continuations(self, limit: int = 0, cached_tokens: int = 0) -> list[Continuation]:
         """Return its continuations, before their first token."""
         return [Continuation(self.handle, n, limit, cached_tokens) for n in range(self.handle.request.n)]
-
-
-class Answer:
-    """A text that ends with an answer, cut at a multiple of the spacing, which is read again in pieces.
-
-    Its tokens were decoded one by one, which rounds otherwise than reading: the state that the row had is not shared.
-    Reading begins at the kept state of the prompt; if that is gone, the text is not worth reading.
-
-    Args:
-        ids: The tokens.
-        begins: How many of them belong to whole pieces of the prompt.
-    """
-
-    def __init__(self, ids: tuple[int, ...], begins: int) -> None:
-        self.ids, self.begins = ids, begins
-        self.read = 0
-        """How many tokens were read."""
-        self._reading: Reading | None = None
-
-    def advance(self, make: Callable[[tuple[int, ...]], Reading]) -> bool:
-        """Read one piece, and keep the state after it; return whether there is no more to do.
-
-        Args:
-            make: Returns the reading of a text.
-        """
-        reading = self._reading
-        if reading is None:
-            reading = self._reading = make(self.ids)
-            reading.look_up()
-        if reading.done or reading.position < self.begins:
-            return True
-        before = reading.read
-        reading.advance()
-        self.read += reading.read - before
-        self.begins = reading.position  # what was read so far must be there if it pauses
-        return reading.done
-
-    def pause(self) -> None:
-        """Free the state; reading goes on from the one that was kept."""
-        self._reading = None
 
 
 class Batch:

@@ -9,7 +9,7 @@ from kept_states import same
 from serving_models import PATTERNS, SPACING, alone, model, prompt
 
 from lineate.generation.choice import Sampling
-from lineate.serving.batch import MOST_ANSWERS
+from lineate.serving.answers import MOST_ANSWERS
 from lineate.serving.cache import StateCache
 from lineate.serving.engine import Engine
 from lineate.serving.planning import Need, Plan, Shape
