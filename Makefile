@@ -8,6 +8,8 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS    ?= -n auto --maxprocesses 2 --dist loadfile
 # Files with tests for a GPU: its Python need not have what the others import.
 GPU_TESTS   = $(shell grep -rlE 'mark\.gpu|^from paths import' tests --include='test_*.py')
+# Where the tests of pages have no browser, installs one if it can; they are skipped, loudly, where it cannot.
+GET_BROWSER = $(VENV)/bin/python tests/support/browser_install.py
 # More arguments for pytest: make test ARGS="-k gated -x"
 ARGS       ?=
 
@@ -16,7 +18,7 @@ STAMP := $(VENV)/.stamp
 PIP   := $(VENV)/bin/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-all test-gpu check bench clean
+.PHONY: help demo test test-quick test-all test-gpu browser check bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,16 +37,21 @@ demo: $(STAMP) ## run the demo
 	$(VENV)/bin/lineate demo
 
 test: $(STAMP) ## run the fast tests on the CPU (minutes)
+	@$(GET_BROWSER) || true
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS) $(ARGS)
 
 test-quick: $(STAMP) ## run one quick case of each test function (about a minute)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS) --quick $(ARGS)
 
 test-all: $(STAMP) ## run the fast and the slow tests on the CPU (half an hour)
+	@$(GET_BROWSER) || true
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS) -m "not gpu" $(ARGS)
 
 test-gpu: ## run the GPU tests with GPU_PYTHON, which must have torch and pytest
 	$(GPU_PYTHON) tests/gpu.py $(GPU_TESTS) $(ARGS)
+
+browser: $(STAMP) ## install a browser for the tests of the pages
+	@$(GET_BROWSER)
 
 check: $(STAMP) ## lint, check the format, check the types
 	$(VENV)/bin/ruff check .

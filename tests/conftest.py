@@ -18,6 +18,7 @@ import zlib
 from collections import defaultdict
 from pathlib import Path
 
+import browser_install
 import interpreter
 import pytest
 import torch
@@ -99,6 +100,18 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_runtest_logreport(report):
     seconds[report.nodeid] += report.duration
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter):
+    """Say at the very end what no browser was there for: a page that is not tested is no detail."""
+    yield
+    skipped = terminalreporter.stats.get("skipped", [])
+    count = sum(browser_install.MISSING in str(report.longrepr) for report in skipped)
+    if count:
+        terminalreporter.section("THE PAGES WERE NOT TESTED", red=True, bold=True)
+        many = f"{count} test{'s' * (count > 1)} of the pages did not run"
+        terminalreporter.line(f"WARNING: {many}: {browser_install.MISSING}; {browser_install.REMEDY}", red=True)
 
 
 def pytest_sessionfinish(session):

@@ -1,25 +1,31 @@
 """A browser for tests of pages: one process for a module, and for each test a window that tolerates nothing."""
 
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import browser_install
 import pytest
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+ARGUMENTS = (
+    "--no-sandbox",  # root has none
+    "--disable-gpu",
+    # What it would ask other machines for by itself, unseen by `Window`:
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run",
+    "--no-default-browser-check", "--disable-quic",
+)  # fmt: skip
 
 
 @contextmanager
 def started() -> Iterator[Any]:
-    """Yield a browser of playwright's; skip the test if this machine has none."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = next(filter(None, map(shutil.which, NAMES)), None)
+    """Yield a browser of playwright's; skip the test if this machine has none, which conftest.py reports."""
+    playwright = pytest.importorskip("playwright.sync_api", reason=f"{browser_install.MISSING}: playwright is missing")
+    path = browser_install.installed()
     if path is None:
-        pytest.skip(f"no browser is installed: none of {', '.join(NAMES)} is in the PATH")
+        pytest.skip(f"{browser_install.MISSING}; {browser_install.REMEDY}")
     with playwright.sync_playwright() as run:
-        browser = run.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        browser = run.chromium.launch(executable_path=path, args=list(ARGUMENTS))
         yield browser
         browser.close()
 

@@ -10,13 +10,14 @@ pytest.importorskip("llguidance")
 from browser import Window
 from chat_page import REFUSED, say, send, texts
 from chat_tokenizer import chat_tokenizer
-from live_server import live, until
+from live_server import WAIT, live, until
 from small_models import random_model
 
 from lineate.models import preset
 from lineate.serving.app import Settings, describe
 from lineate.serving.cache import StateCache
 from lineate.serving.engine import Engine
+from lineate.serving.requests import Request
 
 CONTEXT, SLOTS = 8192, 4
 KEY = "a key of this server"
@@ -32,6 +33,9 @@ def engine(tokenizer):
     model = random_model(replace(preset("tiny", vocab_size=tokenizer.vocab_size), n_layers=4, pattern="GGGA"))
     engine = Engine(model, slots=SLOTS, context=CONTEXT, spacing=64, cache=StateCache(2**27, 64))
     engine.start()
+    engine.submit(Request((0,), max_new_tokens=2)).result(
+        WAIT
+    )  # compiles the C code where it never has, longer than a page waits
     yield engine
     engine.stop(drain=False)
 
