@@ -2,7 +2,7 @@
 
 import { Speaker, say } from "./announce.js";
 import { RequestError, complete } from "./api.js";
-import { add, continues, messages, path, remove } from "./tree.js";
+import { add, continues, messages, path, remove, versions } from "./tree.js";
 import { thoughtAndText } from "./turns.js";
 
 const SAVE_EVERY = 1000; // milliseconds: what a reload in the middle of an answer can lose
@@ -15,6 +15,9 @@ function withLayers(usage, known) {
   const layers = known.map((layer, index) => ({ ...layer, bytes: sizes[index] }));
   return { ...usage, lineate: { ...usage.lineate, layers } };
 }
+
+/** Return the seed of a version of an answer: the first one has that of the settings, each later one the next. */
+const seedOf = (seed, version) => (seed <= Number.MAX_SAFE_INTEGER - version ? seed + version : seed - version);
 
 /** Events: "grown" (detail: the turn that has more text) and "ended" (detail: the conversation and the turn). */
 export class Answers extends EventTarget {
@@ -88,6 +91,7 @@ export class Answers extends EventTarget {
     const model = await this.model(settings.model);
     const body = { ...(model ? { model } : {}), messages: messages(conversation, turns) };
     for (const name of SAMPLING) if (Number.isFinite(settings[name])) body[name] = settings[name];
+    if ("seed" in body) body.seed = seedOf(body.seed, versions(conversation, node).indexOf(node));
     const begun = performance.now();
     const since = () => (performance.now() - begun) / 1000;
     for await (const part of complete(body, { key: this.store.key, signal: controller.signal })) {
@@ -97,7 +101,7 @@ export class Answers extends EventTarget {
       if (part.finish) node.finish = part.finish;
       if (part.usage) node.usage = withLayers(part.usage, this.layers());
       if (node.timing && part.text) node.timing.end = since();
-      if (this.shown(conversation.id)) speaker.hear(thoughtAndText(node)[1]);
+      if (part.text.includes("\n") && this.shown(conversation.id)) speaker.hear(thoughtAndText(node)[1]);
       if (Date.now() - own.saved > SAVE_EVERY) {
         own.saved = node.alive = Date.now(); // other tabs see that this one is at work
         this.store.save(conversation);

@@ -32,7 +32,8 @@ const scroll = byId("scroll");
 let current = newConversation(store.settings);
 let turns = new Map(); // the elements of the shown conversation, by the ids of their nodes
 let followed = true; // whether the end of the conversation stays in sight while an answer grows
-let drawing = 0;
+let drawing = false; // whether an answer that has grown is being drawn, or was a moment ago
+let behind = null; // the turn that has grown since
 let loading = null; // the promise of the models, while they are being read
 
 const sidebar = new Sidebar({
@@ -274,14 +275,27 @@ window.addEventListener("hashchange", () => {
   if (id !== current.id && (store.get(id) || store.get(current.id))) open(id);
 });
 
-answers.addEventListener("grown", ({ detail: node }) => {
-  if (drawing || !turns.has(node.id)) return;
-  drawing = requestAnimationFrame(() => {
-    drawing = 0;
+/** Draw an answer that has grown, and then nothing for as long as that took: a long paragraph takes a browser a while. */
+function drawGrowth(node) {
+  if (!turns.has(node.id)) return;
+  if (drawing) {
+    behind = node;
+    return;
+  }
+  drawing = true;
+  requestAnimationFrame(() => {
+    const begun = performance.now();
+    behind = null;
     turns.get(node.id)?.grow();
-    follow();
+    follow(); // lays the page out
+    setTimeout(() => {
+      drawing = false;
+      if (behind) drawGrowth(behind);
+    }, performance.now() - begun);
   });
-});
+}
+
+answers.addEventListener("grown", ({ detail: node }) => drawGrowth(node));
 answers.addEventListener("ended", ({ detail: { node } }) => {
   if (node.error?.status === 401) known.wantsKey = true;
   if (node.status === "done" && !known.models.length) loadModels(); // the server could not be reached before

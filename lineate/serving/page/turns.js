@@ -1,7 +1,7 @@
 // One turn of the conversation as an element that follows its node: text, errors, strip and what can be done with it.
 
 import { button, copyButton, make } from "./dom.js";
-import { Growing } from "./markdown.js";
+import { Growing } from "./growing.js";
 import { strip } from "./strip.js";
 import { versions } from "./tree.js";
 

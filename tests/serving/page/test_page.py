@@ -5,7 +5,7 @@ import re
 
 import pytest
 from browser import Window
-from chat_page import held, roles, row, say, send, texts, titles
+from chat_page import REFUSED, held, roles, row, say, send, texts, titles
 from few import few
 from scripted_server import MEMORY_BYTES, Script, ScriptedServer
 
@@ -94,6 +94,23 @@ def test_regenerating_keeps_the_other_version(server, page):
     assert texts(page) == ["Choose", "Heads."]
     page.get_by_role("button", name="Next version").click()
     assert texts(page) == ["Choose", "Tails."]
+
+
+def test_regenerating_with_a_seed_draws_with_the_next_one(server, window, page):
+    """The same seed would give the same answer again; a retry, which replaces nothing, keeps its seed."""
+    page.click("#open-settings")
+    page.get_by_label("Seed").fill("7")
+    page.get_by_role("button", name="Save").click()
+    window.expected = REFUSED
+    server.scripts["Choose"] = Script(refusals=[503])
+    send(page, "Choose")
+    page.locator(".retry").click()
+    page.locator(".strip").wait_for()
+    for version in (2, 3):
+        page.click(".assistant .again")
+        page.locator(".versions", has_text=f"{version} of {version}").wait_for()
+        page.locator(".strip").wait_for()
+    assert [body["seed"] for body in server.requests] == [7, 7, 8, 9]
 
 
 @pytest.mark.parametrize("at", few([0, 1, 2], [1]))
