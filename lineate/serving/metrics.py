@@ -10,8 +10,11 @@ from prometheus_client.registry import Collector
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 RATES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
-MOMENTARY = ("waiting", "reading", "running", "slots", "bytes", "states", "nodes")
-"""Words in the names of what goes up and down; everything else is counted from the start."""
+COUNTED = frozenset({
+    "steps", "prompt_tokens", "cached_tokens", "read_tokens", "branch_tokens", "new_tokens", "guesses", "right_guesses",
+    "finished", "hits", "misses", "hit_tokens", "kept", "refused", "evictions", "spilled", "restored",
+})  # fmt: skip
+"""The numbers of the engine and the cache that only grow; all others go up and down, such as files on disk."""
 
 Stats = Callable[[], Mapping[str, Mapping[str, Any]]]
 
@@ -79,8 +82,7 @@ class _Now(Collector):
         for part, numbers in self._stats().items():
             for name, value in numbers.items():
                 help_text = f"{name.replace('_', ' ').capitalize()} of the {part}."
-                momentary = any(word in name.split("_") for word in MOMENTARY)
-                family = GaugeMetricFamily if momentary else CounterMetricFamily
+                family = CounterMetricFamily if name in COUNTED else GaugeMetricFamily
                 if isinstance(value, Mapping):
                     labelled = family(f"lineate_{part}_{name}", help_text, labels=("kind",))
                     for kind, count in value.items():
