@@ -9,7 +9,7 @@ going on in two ways, costs nothing.
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from lineate.text.shield import Shield
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant")
+LARGEST_FILE = 16 * 2**20
+"""The most bytes of a file that `load` reads."""
 DEFAULT = Sampling(temperature=0.8, top_p=0.95)
 
 
@@ -150,32 +152,48 @@ class Conversation:
             if self.messages[-1]["role"] == "user":
                 self.messages.pop()
 
-    def save(self, file: Path) -> None:
-        """Write the messages to a JSON file.
+    def save(self, file: Path, overwrite: bool = False) -> None:
+        """Write the messages, and how answers are drawn, to a JSON file.
 
         Args:
             file: The file.
+            overwrite: Whether it may replace another file.
         """
         if (why := why_not_writable_file(file)) is not None:
             raise ValueError(f"expected a file that can be written, got '{file}' ({why}); choose another name")
-        file.write_text(json.dumps({"messages": self.messages}, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        if file.exists() and not overwrite:
+            raise ValueError(f"expected a file that does not exist, got '{file}'; choose another name")
+        kept = {
+            "messages": self.messages, "sampling": asdict(self.sampling), "max_new_tokens": self.max_new_tokens,
+            "stop": list(self.stop),
+        }  # fmt: skip
+        beside = file.with_name(f"{file.name}.part")
+        beside.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        beside.replace(file)  # a disk that is full leaves the file that was there
 
     def load(self, file: Path) -> None:
         """Replace the messages by those of a JSON file; they are read with the next turn.
 
         Args:
+            file: A file that `save` wrote, of at most 16 MiB.
+        """
+        self._set(_read(file))
+
+    def resume(self, file: Path) -> None:
+        """Go on with a saved conversation as if it had not ended: with its messages, and its options where it has them.
+
+        Args:
             file: A file that `save` wrote.
         """
-        try:
-            found = json.loads(file.read_text("utf-8"))
-        except (UnicodeDecodeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{file} must be a conversation in JSON, got a file that is not ({error})") from None
-        messages = found.get("messages") if isinstance(found, dict) else None
-        if not isinstance(messages, list) or not all(map(_is_message, messages)):
-            raise ValueError(
-                f'{file} must have "messages", a list of objects with a role of {", ".join(ROLES)} and a Unicode '
-                "text as content, got another one; write one with /save to see how it looks"
-            )
+        found = _read(file)
+        options = _options(file, found)
+        self._set(found)
+        self.sampling = options.get("sampling", self.sampling)
+        self.max_new_tokens = options.get("max_new_tokens", self.max_new_tokens)
+        self.stop = options.get("stop", self.stop)
+
+    def _set(self, found: dict[str, Any]) -> None:
+        messages: list[Message] = found["messages"]
         if messages:
             self._rendered(messages)  # raises before anything is replaced
         self.messages = messages
@@ -301,6 +319,47 @@ class Conversation:
             return
         text = self._rendered(self.messages)
         self._kept = [kept for kept in self._kept if text.startswith(kept.text)]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return what a file that `save` wrote has; its messages are good."""
+    with file.open("rb") as stream:
+        text = stream.read(LARGEST_FILE + 1)  # not its size: a pipe or a device has none
+    if len(text) > LARGEST_FILE:
+        raise ValueError(f"{file} must have at most {LARGEST_FILE:,} bytes, got more; a conversation takes less")
+    try:
+        found = json.loads(text.decode("utf-8"))
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} must be a conversation in JSON, got a file that is not ({error})") from None
+    messages = found.get("messages") if isinstance(found, dict) else None
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        raise ValueError(
+            f'{file} must have "messages", a list of objects with a role of {", ".join(ROLES)} and a Unicode '
+            "text as content, got another one; write one with /save to see how it looks"
+        )
+    return found
+
+
+def _options(file: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a conversation that a file has."""
+    options: dict[str, Any] = {}
+    try:
+        if "sampling" in found:
+            own = dict(found["sampling"])
+            own["logit_bias"] = tuple((int(token), float(bias)) for token, bias in own.get("logit_bias", ()))
+            options["sampling"] = Sampling(**own)
+        if "max_new_tokens" in found:
+            options["max_new_tokens"] = tokens = found["max_new_tokens"]
+            if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+                raise ValueError(f"max_new_tokens must be an int of at least 1, got {tokens!r}")
+        if "stop" in found:
+            options["stop"] = stop = tuple(found["stop"])
+            if not all(isinstance(text, str) and text for text in stop):
+                raise ValueError(f"stop must be texts that are not empty, got {found['stop']!r}")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file} must have options as /save writes them, got others ({error}); /load takes only its "
+                         "messages") from None  # fmt: skip
+    return options
 
 
 def _is_message(value: Any) -> bool:

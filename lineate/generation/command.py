@@ -95,13 +95,16 @@ def add_commands(app: "typer.Typer") -> None:
         device: Device = "cpu",
         bits: Bits = None,
         raw: Raw = False,
+        resume: Annotated[
+            str | None, typer.Option(help="Go on with what /save wrote into this file; its options replace those here.")
+        ] = None,
     ) -> None:
         """Talk with a model in the terminal; a turn reads only what is new. /help lists what can be typed."""
         from lineate.generation.choice import Sampling
 
         try:
             sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed=seed)
-            run_chat(folder, sampling, system, tokens, stop or (), dtype, device, raw, bits)
+            run_chat(folder, sampling, system, tokens, stop or (), dtype, device, raw, bits, resume)
         except (ValueError, OSError, ImportError, RuntimeError) as error:
             fail(error, 1 if isinstance(error, RuntimeError) else 2)
 
@@ -196,6 +199,7 @@ def run_chat(
     device: str = "cpu",
     raw: bool = False,
     bits: int | str | None = None,
+    resume: str | None = None,
 ) -> None:
     """Hold a conversation over standard input and output.
 
@@ -209,10 +213,12 @@ def run_chat(
         device: "cpu" or "cuda".
         raw: Print control characters as they are, rather than as dots.
         bits: Bits of large weights, 16, 8 or 4, or "fp8"; None: as stored.
+        resume: A file that /save wrote, with which to go on.
     """
     from lineate.generation.chat import Conversation
     from lineate.generation.loading import check_device, load_or_builtin
     from lineate.generation.session import Session
+    from lineate.names import user_path
     from lineate.small.which import name_of_bits
 
     print_anything()
@@ -223,5 +229,8 @@ def run_chat(
     if tokenizer.chat is not None:
         tokenizer.chat.check()
     talk = Conversation(model, tokenizer, sampling, tokens, tuple(stop))
-    talk.system(system)
+    if resume is not None:
+        talk.resume(user_path(resume))
+    if system or resume is None:
+        talk.system(system)
     Session(talk, raw).run()

@@ -1,8 +1,8 @@
 """The terminal side of `lineate chat`: lines that are typed, commands that begin with /, answers as they are made."""
 
+import re
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,6 +12,9 @@ from lineate.terminal import printable
 
 FIRST = "main"
 """The name of the branch that a session begins with."""
+BEGIN_PASTE, END_PASTE = "\x1b[200~", "\x1b[201~"
+"""What a terminal sends around what is pasted, if it is asked to."""
+PASTE = re.compile("|".join(map(re.escape, (BEGIN_PASTE, END_PASTE))))
 
 
 @dataclass
@@ -31,9 +34,18 @@ class Session:
     def run(self) -> None:
         """Read lines until the end of the input or /exit."""
         terminal = sys.stdin.isatty()
+        asks = terminal and not _enable_editing() and sys.stdout.isatty()
         if terminal:
-            _enable_editing()
             self.note("type a message, or /help; Ctrl-C stops an answer, Ctrl-D leaves")
+        if asks:
+            print("\x1b[?2004h", end="", flush=True)  # readline does so by itself
+        try:
+            self._read(terminal)
+        finally:
+            if asks:
+                print("\x1b[?2004l", end="", flush=True)
+
+    def _read(self, terminal: bool) -> None:
         while True:
             try:
                 line = _read_line("> " if terminal else "")
@@ -126,10 +138,25 @@ class Session:
         self.note(f"this is {argument} now{f', after: {last}' if last else ''}")
 
     def save(self, argument: str) -> None:
-        """Write the messages to FILE, as JSON."""
+        """Write the conversation to FILE, as JSON; /save! replaces a file that is there."""
+        self._save(argument, False)
+
+    def replace(self, argument: str) -> None:
+        """Write the conversation to FILE, as JSON, also over another file."""
+        self._save(argument, True)
+
+    def _save(self, argument: str, overwrite: bool) -> None:
         file = _file(argument)
-        self.talk.save(file)
+        if file.is_file() and not overwrite:
+            raise ValueError(f"there is a file '{file}' already; /save! {argument} replaces it")
+        self.talk.save(file, overwrite)
         self.note(f"{len(self.talk.messages)} messages are in {file}")
+
+    def resume(self, argument: str) -> None:
+        """Go on with the conversation in FILE as if it had not ended: with its messages, seed and other options."""
+        file = _file(argument)
+        self.talk.resume(file)
+        self.note(f"{len(self.talk.messages)} messages from {file}, with their options")
 
     def load(self, argument: str) -> None:
         """Go on from the messages in FILE; they are read with the next message."""
@@ -178,6 +205,8 @@ COMMANDS = {
     "fork": Command(Session.fork, "NAME"),
     "go": Command(Session.go, "NAME"),
     "save": Command(Session.save, "FILE"),
+    "save!": Command(Session.replace, "FILE"),
+    "resume": Command(Session.resume, "FILE"),
     "load": Command(Session.load, "FILE"),
     "system": Command(Session.system, "TEXT"),
     "seed": Command(Session.seed, "N"),
@@ -193,19 +222,33 @@ def _file(name: str) -> Path:
 
 
 def _read_line(prompt: str) -> str | None:
-    """Return a line without its newline, with those that follow a backslash at its end; None at the end of input."""
+    """Return a line without its newline; None at the end of input.
+
+    A backslash at the end joins the next line, and what a terminal marks as pasted is one line, whatever is in it.
+    """
     lines: list[str] = []
+    pasting = False
     while True:
         try:
-            line = input(prompt)
+            line = input("" if pasting else prompt)
         except EOFError:
             return "\n".join(lines) if lines else None
-        if not line.endswith("\\"):
+        goes_on = line.endswith("\\") and not pasting
+        for mark in PASTE.findall(line):
+            pasting = mark == BEGIN_PASTE
+        line = PASTE.sub("", line)
+        if not pasting and not goes_on:
             return "\n".join([*lines, line])
-        lines.append(line[:-1])
+        lines.append(line if pasting else line[:-1])
 
 
-def _enable_editing() -> None:
-    """Let arrow keys edit the line, where Python has readline."""
-    with suppress(ImportError):
-        import readline  # noqa: F401
+def _enable_editing() -> bool:
+    """Let arrow keys edit the line, where Python has readline; return whether it knows what was pasted."""
+    try:
+        import readline
+    except ImportError:
+        return False
+    if "libedit" in (readline.__doc__ or ""):
+        return False
+    readline.parse_and_bind("set enable-bracketed-paste on")
+    return True

@@ -1,10 +1,13 @@
 """`lineate generate` and `lineate chat` as they are typed, over pipes."""
 
 import json
+import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -185,6 +188,91 @@ def test_files_of_conversations(folder: Path, tmp_path: Path) -> None:
     _, notes = talk(folder, "/load", f"/load {tmp_path / 'none'}", f"/save {tmp_path}")
     assert notes[0] == "expected the name of a file, got none; such as /save talk.json"
     assert "No such file" in notes[1] and "expected a file that can be written" in notes[2]
+
+
+def test_save_replaces_no_file_unasked(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    file.write_text("mine")
+    _, notes = talk(folder, "hello", f"/save {file}")
+    assert f"there is a file '{file}' already; /save! {file} replaces it" in notes and file.read_text() == "mine"
+    _, notes = talk(folder, "hello", f"/save! {file}")
+    assert f"2 messages are in {file}" in notes and len(json.loads(file.read_text())["messages"]) == 2
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_conversation_is_resumed(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    answers, _ = talk(folder, "/system Be brief.", "/seed 5", "hello", f"/save {file}", "one", "two")
+    for words, typed in ((["--resume", file], ""), ([], f"/resume {file}\n")):
+        result = lineate("chat", folder, *words, typed=f"{typed}one\ntwo\n")
+        assert result.exit_code == 0 and result.stdout.splitlines() == answers[1:]
+    result = lineate("chat", folder, "--resume", tmp_path / "none")
+    assert result.exit_code == 2 and "No such file" in result.stderr
+    kept = json.loads(file.read_text())
+    for options in (
+        {"sampling": {"warmth": 1}},
+        {"sampling": {"temperature": -1}},
+        {"stop": [""]},
+        {"max_new_tokens": 0},
+    ):
+        file.write_text(json.dumps({**kept, **options}))
+        result = lineate("chat", folder, "--resume", file)
+        assert result.exit_code == 2 and "must have options as /save writes them" in result.stderr
+
+
+def test_what_is_loaded_has_a_limit(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "large.json"
+    with file.open("wb") as stream:
+        stream.truncate(2**34)
+    for command in ("/load", "/resume"):
+        _, notes = talk(folder, f"{command} {file}")
+        assert f"{file} must have at most 16,777,216 bytes, got more" in notes[0]
+    _, notes = talk(folder, "/load /dev/zero")
+    assert "must have at most" in notes[0]
+
+
+PASTED = "first\nsecond \\\n\n/exit\nlast"
+
+
+def test_what_is_pasted_is_one_message(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    talk(folder, f"before \x1b[200~{PASTED}\x1b[201~ after", f"/save {file}")
+    messages = json.loads(file.read_text())["messages"]
+    assert [x["content"] for x in messages if x["role"] == "user"] == [f"before {PASTED} after"]
+
+
+@pytest.mark.parametrize("editor", ["readline", "none"])
+def test_what_is_pasted_into_a_terminal(editor: str, folder: Path, tmp_path: Path) -> None:
+    """With a line editor, which handles the marks itself, and without one, where the terminal is asked for them."""
+    file = tmp_path / "talk.json"
+    without = "" if editor == "readline" else "sys.modules['readline'] = None; "
+    program = f"import sys; {without}from lineate.cli import main; main()"
+    main, side = pty.openpty()
+    words = [sys.executable, "-c", program, "chat", str(folder), "--tokens", "2"]
+    process = subprocess.Popen(words, stdin=side, stdout=side, stderr=side, env={**os.environ, "TERM": "xterm"})
+    os.close(side)
+    shown = b""
+
+    def wait_for(text: bytes) -> None:
+        nonlocal shown
+        while text not in shown:
+            shown += os.read(main, 4096)
+        shown = shown.split(text, 1)[1]
+
+    try:
+        wait_for(b"\x1b[?2004h")
+        os.write(main, f"\x1b[200~{PASTED}\x1b[201~\n".encode())
+        wait_for(b"made")
+        os.write(main, f"/save {file}\n/exit\n".encode())
+        wait_for(b"2 messages are in")
+        with suppress(OSError):  # the terminal is gone
+            while os.read(main, 4096):
+                pass
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        os.close(main)
+    assert json.loads(file.read_text())["messages"][0]["content"] == PASTED
 
 
 def test_system_messages_and_resets(folder: Path) -> None:
