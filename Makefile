@@ -40,7 +40,7 @@ test: $(STAMP) ## run the fast tests on the CPU (minutes)
 	@$(GET_BROWSER) || true
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS) $(ARGS)
 
-test-quick: $(STAMP) ## run one quick case of each test function (about a minute)
+test-quick: $(STAMP) ## run one quick case of each test function (2 to 3 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS) --quick $(ARGS)
 
 test-all: $(STAMP) ## run the fast and the slow tests on the CPU (half an hour)
