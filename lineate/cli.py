@@ -35,6 +35,7 @@ def build_app() -> "typer.Typer":
     app = typer.Typer(
         help="Attention with a fixed-size memory: what each rule remembers, and what a checkpoint is made of.",
         no_args_is_help=True,
+        rich_markup_mode=None,
         add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"token_normalize_func": hyphenated},  # --emb_dim is --emb-dim, of every command

@@ -9,7 +9,7 @@ def draw(**given: Any) -> None:
     run(Arguments(**given))
 
 sign(draw, parameters(Arguments))
-app.command()(draw)
+add_command(app, draw, "lineate draw memory", "lineate draw memory --seed 1")
 """
 
 import inspect
@@ -50,6 +50,19 @@ def parameters(options: type[Any]) -> dict[str, tuple[Any, Any]]:
             made = typer.Argument(**settings)
         result[f.name] = Annotated[f.type, made], inspect.Parameter.empty if f.default is MISSING else f.default
     return result
+
+
+def add_command(app: Any, command: Callable[..., None], *examples: str) -> None:
+    """Add a command to an application of typer; its help ends in the examples.
+
+    Args:
+        app: The application.
+        command: The command; the first paragraph of its docstring stands in the list of commands.
+        examples: Lines to type, of at most 74 characters, which are shown as they are.
+    """
+    lines = "\n".join(f"  {line}" for line in examples)
+    summary = " ".join((command.__doc__ or "").partition("\n\n")[0].split())
+    app.command(short_help=summary, epilog=f"\b\nExamples:\n{lines}")(command)
 
 
 def sign(command: Any, signature: Mapping[str, tuple[Any, Any]]) -> None:

@@ -3,110 +3,142 @@
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
+from lineate.options import add_command, argument, option, parameters, sign
 from lineate.terminal import fail, print_anything, printable
 
 if TYPE_CHECKING:
     import typer
 
-    from lineate.generation.choice import Sampling
+    from lineate.generation.defaults import SamplingFlags
     from lineate.generation.ranks import RankedJob
+    from lineate.models import HybridLM
 
 STDIN = "-"
 """A prompt of this name is read from standard input."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DrawingArguments:
+    """The options that `lineate generate` and `lineate chat` share."""
+
+    tokens: int = option(400, "Most tokens to add.", "--max-tokens", "--tokens", least=1)
+    temperature: float | None = option(
+        None, "0: always the likeliest token; the checkpoint's, else 0.8, if not given.", least=0
+    )
+    top_k: int | None = option(None, "Only among the k likeliest; 0: all; the checkpoint's, else 0.", least=0)
+    top_p: float | None = option(
+        None, "Only among the likeliest that together have this probability; the checkpoint's, else 0.95."
+    )
+    min_p: float | None = option(None, "Only tokens with at least this part of the likeliest one's probability.")
+    repetition_penalty: float | None = option(None, "Above 1: tokens that occurred become less likely.")
+    sampling_defaults: str = option(
+        "checkpoint", "checkpoint: options not given are those of generation_config.json; none: lineate's own."
+    )
+    seed: int = option(0, "Seed of the draws.", least=0, most=2**63 - 1)
+    stop: list[str] | None = option(  # noqa: RUF009  # it is a field
+        None, "End before this text; may be given several times."
+    )
+    dtype: str = option("auto", "float32, bfloat16, ...; auto: as stored.")
+    device: str = option("auto", "cpu, cuda, or auto: a GPU if there is one.")
+    bits: str | None = option(None, "Keep large weights in 16, 8 or 4 bits or fp8; none: as stored.")
+    raw: bool = option(False, "Write control characters as they are, not as dots: for a file.", "--raw")
+
+    @property
+    def sampling(self) -> "SamplingFlags":
+        """The sampling options that were given."""
+        from lineate.generation.defaults import NAMES, SamplingFlags
+
+        given = {name: getattr(self, name) for name in NAMES if hasattr(self, name)}
+        return SamplingFlags(given, self.seed, self.sampling_defaults)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prompted:
+    """What `lineate generate` begins with."""
+
+    folder: str = argument("Folder of a run, or of a model and tokenizer, or a hub name.", "RUN")
+    prompt: str | None = option(None, "What the text starts with; - or none: standard input.", "--prompt", "-p")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateArguments(DrawingArguments, _Prompted):
+    """The options of `lineate generate`."""
+
+    tensor: int = option(1, "Processes that share the model; start as many with torchrun.", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Instructed:
+    """What `lineate chat` begins with."""
+
+    folder: str | None = argument(
+        "Folder of a run, or of a model and tokenizer, or a hub name; none: a small model.", "[RUN]", None
+    )
+    system: str = option("", "What the model is told before the conversation.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatArguments(DrawingArguments, _Instructed):
+    """The options of `lineate chat`."""
+
+    tokens: int = option(1024, "Most tokens of an answer.", "--max-tokens", "--tokens", least=1)
+    resume: str | None = option(
+        None, "Go on with what /save wrote into this file; its options replace those here.", metavar="FILE"
+    )
+
+
 def add_commands(app: "typer.Typer") -> None:
-    """Add both commands to the application; typer is imported here because it is optional."""
-    import typer
+    """Add both commands to the application."""
 
-    Dtype = Annotated[str, typer.Option(help="float32, bfloat16, ...; auto: as stored.")]
-    Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-    Bits = Annotated[str | None, typer.Option(help="Keep large weights in 16, 8 or 4 bits or fp8; none: as stored.")]
-    Seed = Annotated[int, typer.Option(help="Seed of the draws.", min=0, max=2**63 - 1)]
-    Temperature = Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)]
-    TopK = Annotated[int, typer.Option(help="Only among the k likeliest; 0: all.", min=0)]
-    TopP = Annotated[float, typer.Option(help="Only among the likeliest with so much probability.")]
-    MinP = Annotated[float, typer.Option(help="Only tokens with so much of the likeliest one's probability.")]
-    Penalty = Annotated[float, typer.Option(help="Above 1: tokens that occurred become less likely.")]
-    Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
-    Raw = Annotated[bool, typer.Option("--raw", help="Write control characters as they are, not as dots: for a file.")]
-
-    @app.command()
-    def generate(
-        folder: Annotated[
-            str, typer.Argument(metavar="RUN", help="Folder of a run, or of a model and tokenizer, or a hub name.")
-        ],
-        prompt: Annotated[
-            str | None, typer.Option("--prompt", "-p", help="What the text starts with; - or none: standard input.")
-        ] = None,
-        tokens: Annotated[int, typer.Option(help="Most tokens to add.", min=1)] = 400,
-        temperature: Temperature = 0.8,
-        top_k: TopK = 0,
-        top_p: TopP = 0.95,
-        min_p: MinP = 0.0,
-        repetition_penalty: Penalty = 1.0,
-        seed: Seed = 0,
-        stop: Stop = None,
-        dtype: Dtype = "auto",
-        device: Device = "cpu",
-        bits: Bits = None,
-        raw: Raw = False,
-        tensor: Annotated[
-            int, typer.Option(help="Processes that share the model; start as many with torchrun.", min=1)
-        ] = 1,
-    ) -> None:
+    def generate(**given: Any) -> None:
         """Continue a prompt with a trained model; the text appears as it is made."""
-        from lineate.generation.choice import Sampling
-        from lineate.generation.job import join_job, working
+        _generate(GenerateArguments(**given))
 
-        try:
-            sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed=seed)
-            flags = {"sampling": repr(sampling), "tokens": tokens, "stop": stop, "dtype": dtype, "bits": bits}
-            job = join_job(tensor, device, folder, flags | {"device": device})
-            with working(job):
-                text = read_prompt(prompt) if job is None or job.is_main else ""
-                text = text if job is None else job.link.share(text)
-                run_generate(folder, text, sampling, tokens, stop or (), dtype, device, raw, bits, job)
-        except (ValueError, OSError, ImportError, RuntimeError) as error:
-            fail(error, 1 if isinstance(error, RuntimeError) else 2)
-
-    @app.command()
-    def chat(
-        folder: Annotated[
-            str | None,
-            typer.Argument(
-                metavar="[RUN]",
-                help="Folder of a run, or of a model and tokenizer, or a hub name; none: a small model.",
-            ),
-        ] = None,
-        system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
-        tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 1024,
-        temperature: Temperature = 0.8,
-        top_k: TopK = 0,
-        top_p: TopP = 0.95,
-        min_p: MinP = 0.0,
-        repetition_penalty: Penalty = 1.0,
-        seed: Seed = 0,
-        stop: Stop = None,
-        dtype: Dtype = "auto",
-        device: Device = "cpu",
-        bits: Bits = None,
-        raw: Raw = False,
-        resume: Annotated[
-            str | None, typer.Option(help="Go on with what /save wrote into this file; its options replace those here.")
-        ] = None,
-    ) -> None:
+    def chat(**given: Any) -> None:
         """Talk with a model in the terminal; a turn reads only what is new. /help lists what can be typed."""
-        from lineate.generation.choice import Sampling
-
+        asked = ChatArguments(**given)
         try:
-            sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed=seed)
-            run_chat(folder, sampling, system, tokens, stop or (), dtype, device, raw, bits, resume)
+            run_chat(
+                asked.folder, asked.sampling, asked.system, asked.tokens, asked.stop or (), asked.dtype, asked.device,
+                asked.raw, asked.bits, asked.resume,
+            )  # fmt: skip
         except (ValueError, OSError, ImportError, RuntimeError) as error:
             fail(error, 1 if isinstance(error, RuntimeError) else 2)
+
+    sign(generate, parameters(GenerateArguments))
+    sign(chat, parameters(ChatArguments))
+    add_command(
+        app, generate, 'lineate generate out/train -p "def " --max-tokens 100',
+        "lineate generate ~/models/Qwen3.5-4B -p Once --temperature 0 --device cuda",
+    )  # fmt: skip
+    add_command(app, chat, "lineate chat", "lineate chat ~/models/Qwen3.5-4B --bits 8 --system 'Be brief.'")
+
+
+def _generate(asked: GenerateArguments) -> None:
+    """Generate, on this rank if there are several; a wrong option ends the program."""
+    from lineate.generation.job import join_job, working
+    from lineate.generation.loading import find_device
+
+    try:
+        device, sampling = find_device(asked.device), asked.sampling
+        flags = {
+            "sampling": repr(sampling), "tokens": asked.tokens, "stop": asked.stop, "dtype": asked.dtype,
+            "bits": asked.bits, "device": device,
+        }  # fmt: skip
+        job = join_job(asked.tensor, device, asked.folder, flags)
+        with working(job):
+            text = read_prompt(asked.prompt) if job is None or job.is_main else ""
+            text = text if job is None else job.link.share(text)
+            run_generate(
+                asked.folder, text, sampling, asked.tokens, asked.stop or (), asked.dtype, device, asked.raw,
+                asked.bits, job,
+            )  # fmt: skip
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        fail(error, 1 if isinstance(error, RuntimeError) else 2)
 
 
 def read_prompt(given: str | None) -> str:
@@ -125,11 +157,11 @@ def read_prompt(given: str | None) -> str:
 def run_generate(
     folder: str | Path,
     prompt: str,
-    sampling: "Sampling",
+    sampling: "SamplingFlags",
     tokens: int,
     stop: Sequence[str] = (),
     dtype: str = "auto",
-    device: str = "cpu",
+    device: str = "auto",
     raw: bool = False,
     bits: int | str | None = None,
     job: "RankedJob | None" = None,
@@ -139,28 +171,31 @@ def run_generate(
     Args:
         folder: Folder of a run, or of a model with its tokenizer, or a name on the hub.
         prompt: The text to continue.
-        sampling: How tokens are chosen.
+        sampling: The sampling options that were given; the checkpoint's defaults, or else OWN, say the others.
         tokens: The most tokens to add.
         stop: Strings that end the text; they are not printed.
         dtype: Name of the dtype of the weights; "auto": as stored.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda", or "auto".
         raw: Print control characters as they are, rather than as dots.
         bits: Bits of large weights, 16, 8 or 4, or "fp8"; None: as stored.
         job: The processes that share the model, of which rank 0 prints; None: there is one.
     """
     from lineate.generation import generate
-    from lineate.generation.loading import check_device, load_model
+    from lineate.generation.defaults import OWN
+    from lineate.generation.loading import find_device, load_model
     from lineate.small.which import name_of_bits
     from lineate.text import Detokenizer, StopStrings
 
     print_anything()
-    check_device(device)
-    place, ranks = (device, None) if job is None else (job.device, job.model_ranks)
-    model, tokenizer = load_model(folder, dtype, place, name_of_bits(bits), ranks)
+    place, ranks = (find_device(device), None) if job is None else (job.device, job.model_ranks)
+    model, tokenizer = load_model(folder, dtype, place, name_of_bits(bits), ranks, sampling.reads)
+    chosen = sampling.resolve(model.sampling_defaults, OWN)
+    if job is None or job.is_main:
+        _say_defaults(model, sampling)
     ids = [*tokenizer.start, *tokenizer.encode(prompt)] or [tokenizer.end]
     words, stops = Detokenizer(tokenizer, after=ids), StopStrings(stop)
     ends = tokenizer.ends | model.end_tokens
-    drawn = generate(model, [ids], tokens, sampling=[sampling], stop=ends)
+    drawn = generate(model, [ids], tokens, sampling=[chosen], stop=ends)
     started = time.perf_counter()
 
     def write(text: str) -> None:
@@ -191,12 +226,12 @@ def run_generate(
 
 def run_chat(
     folder: str | Path | None,
-    sampling: "Sampling",
+    sampling: "SamplingFlags",
     system: str = "",
     tokens: int = 1024,
     stop: Sequence[str] = (),
     dtype: str = "auto",
-    device: str = "cpu",
+    device: str = "auto",
     raw: bool = False,
     bits: int | str | None = None,
     resume: str | None = None,
@@ -205,32 +240,42 @@ def run_chat(
 
     Args:
         folder: Folder of a run, or of a model with its tokenizer, or a name on the hub; None: the built-in model.
-        sampling: How tokens are chosen.
+        sampling: The sampling options that were given; the checkpoint's defaults, or else OWN, say the others.
         system: What the model is told before the conversation.
         tokens: The most tokens of an answer.
         stop: Strings that end an answer.
         dtype: Name of the dtype of the weights; "auto": as stored.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda", or "auto".
         raw: Print control characters as they are, rather than as dots.
         bits: Bits of large weights, 16, 8 or 4, or "fp8"; None: as stored.
         resume: A file that /save wrote, with which to go on.
     """
     from lineate.generation.chat import Conversation
-    from lineate.generation.loading import check_device, load_or_builtin
+    from lineate.generation.defaults import OWN
+    from lineate.generation.loading import find_device, load_or_builtin
     from lineate.generation.session import Session
     from lineate.names import user_path
     from lineate.small.which import name_of_bits
 
     print_anything()
-    check_device(device)
     model, tokenizer = load_or_builtin(
-        folder, dtype, device, lambda text: print(printable(text), file=sys.stderr, flush=True), name_of_bits(bits)
-    )
+        folder, dtype, find_device(device), lambda text: print(printable(text), file=sys.stderr, flush=True),
+        name_of_bits(bits), sampling.reads,
+    )  # fmt: skip
     if tokenizer.chat is not None:
         tokenizer.chat.check()
-    talk = Conversation(model, tokenizer, sampling, tokens, tuple(stop))
+    _say_defaults(model, sampling)
+    chosen = sampling.resolve(model.sampling_defaults, OWN)
+    talk = Conversation(model, tokenizer, chosen, tokens, tuple(stop))
     if resume is not None:
         talk.resume(user_path(resume))
     if system or resume is None:
         talk.system(system)
     Session(talk, raw).run()
+
+
+def _say_defaults(model: "HybridLM", sampling: "SamplingFlags") -> None:
+    """Say which sampling options come from the checkpoint, if any do."""
+    if found := sampling.used(model.sampling_defaults):
+        text = f"[sampling of the checkpoint: {found}; --sampling-defaults none leaves it out]"
+        print(text, file=sys.stderr, flush=True)

@@ -28,6 +28,7 @@ def load_model(
     device: torch.device | str = "cpu",
     weights: str | None = None,
     ranks: "Ranks | None" = None,
+    sampling_defaults: bool = True,
 ) -> "tuple[HybridLM, Tokenizer]":
     """Return a model in eval mode and its tokenizer, which is read first because it is quick.
 
@@ -37,13 +38,17 @@ def load_model(
         device: Where the weights are loaded to.
         weights: The format of large weights, "bfloat16", "float16", "int8", "int4" or "fp8"; None: as stored.
         ranks: The ranks that share the model (lineate.layers.ranks); None: this process has all of it.
+        sampling_defaults: Whether the sampling options that the checkpoint names are read.
     """
     from lineate.models import HybridLM
     from lineate.text import load_tokenizer
 
     place = locate(name)
     tokenizer = load_tokenizer(place)
-    model = HybridLM.from_pretrained(place, dtype=dtype, device=device, progress=False, weights=weights, ranks=ranks)
+    model = HybridLM.from_pretrained(
+        place, dtype=dtype, device=device, progress=False, weights=weights, ranks=ranks,
+        sampling_defaults=sampling_defaults,
+    )  # fmt: skip
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer of {place} has {tokenizer.vocab_size} tokens and its model a vocabulary of "
@@ -67,7 +72,12 @@ def check_model(name: str | Path) -> None:
 
 
 def load_or_builtin(
-    name: str | Path | None, dtype: str, device: str, report: Callable[[str], None], weights: str | None = None
+    name: str | Path | None,
+    dtype: str,
+    device: str,
+    report: Callable[[str], None],
+    weights: str | None = None,
+    sampling_defaults: bool = True,
 ) -> "tuple[HybridLM, Tokenizer]":
     """Return a model and its tokenizer as load_model does, or the built-in model.
 
@@ -77,9 +87,10 @@ def load_or_builtin(
         device: "cpu" or "cuda".
         report: Called with a sentence when the built-in model is trained.
         weights: The format of large weights, "bfloat16", "float16", "int8", "int4" or "fp8"; None: as stored.
+        sampling_defaults: Whether the sampling options that the checkpoint names are read.
     """
     if name is not None:
-        return load_model(name, dtype, device, weights)
+        return load_model(name, dtype, device, weights, sampling_defaults=sampling_defaults)
     from lineate.generation.builtin import builtin_model
 
     chosen = None if dtype == "auto" else parse_dtype(dtype, also=("auto",))
@@ -99,10 +110,17 @@ def locate(name: str | Path) -> Path:
     return fetch_model(str(name)) if is_hub_name(name) else find_model(user_path(named_path(name)))
 
 
-def check_device(device: str) -> None:
-    """Raise ValueError unless the device is "cpu" or "cuda", or a GPU with its number."""
+def find_device(device: str) -> str:
+    """Return the device of a name, of which "auto" is a GPU if torch can use one, else the CPU.
+
+    Args:
+        device: "auto", "cpu", "cuda", or a GPU with its number.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
+        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}")
+    return device
 
 
 def fetch_model(name: str) -> Path:

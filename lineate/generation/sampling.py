@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.generation.choice import Sampling, check_sampling, choose_tokens
+from lineate.generation.defaults import SamplingFlags
 from lineate.layers import Memory
 from lineate.models import HybridLM, ModelState
 from lineate.models.checks import check_ids, check_mask, check_state
@@ -64,11 +65,11 @@ def generate(
     ids: Prompts,
     max_new_tokens: int = 256,
     *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     seed: int | Sequence[int] = 0,
     sampling: Sequence[Sampling] | None = None,
     stop: Collection[int] | None = None,
@@ -84,16 +85,17 @@ def generate(
         more = generate(model, made.last[:, None], 20, state=made.state)        # goes on where it ended
 
     A row that has stopped repeats its stop token. A row's tokens depend on its prompt, its options and its seed alone,
-    not on the other rows: rows with the same prompt and seed are the same.
+    not on the other rows: rows with the same prompt and seed are the same. Options of None are those of the checkpoint
+    (model.sampling_defaults); what it does not name is neutral.
 
     Args:
         model: The model.
         ids: Prompts `b t`, or a sequence of prompts, each a sequence of ids or a tensor `t`.
         max_new_tokens: The most tokens to yield.
-        temperature: Divides the logits; 0 takes the likeliest token.
+        temperature: Divides the logits; 0 takes the likeliest token; 1 is neutral.
         top_k: Draw only from the k likeliest tokens; 0 for all.
-        top_p: Draw only from the likeliest tokens whose probabilities together reach p.
-        min_p: Draw only from tokens with at least this part of the likeliest token's probability.
+        top_p: Draw only from the likeliest tokens whose probabilities together reach p; 1 for all.
+        min_p: Draw only from tokens with at least this part of the likeliest token's probability; 0 for all.
         repetition_penalty: Makes tokens of ids, and those that were generated, less likely if above 1.
         seed: Seed of the draws, of all rows or of each.
         sampling: The options of each row, in place of those above.
@@ -107,7 +109,11 @@ def generate(
     """
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
-    options = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    given = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }  # fmt: skip
+    options = SamplingFlags(given).resolve(getattr(model, "sampling_defaults", None), Sampling())
     prompts, bounds = _prompts(model, ids, attention_mask)
     rows = prompts.shape[0] if bounds is None else len(bounds) - 1
     if sampling is None:
@@ -191,6 +197,12 @@ class Generation(Iterator[Tensor]):
         going = {n: i for i, n in enumerate(self._going)}
         states = [self._ended[n] if n in self._ended else _row(self._state, going[n]) for n in range(len(self.tokens))]
         return ModelState.join(states)
+
+    def run(self) -> list[list[int]]:
+        """Generate up to the end, and return the new tokens of each row, its stop token included."""
+        for _ in self:
+            pass
+        return self.tokens
 
     def __iter__(self) -> "Generation":
         return self

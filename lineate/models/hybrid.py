@@ -3,8 +3,9 @@
 x = x + mixer(norm(x))      x = x + feed(norm(x))
 """
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +26,15 @@ from lineate.models.loss import check_targets, head_loss, loss_sum, shared_head_
 from lineate.models.memoryless import without_memory
 from lineate.models.prediction import PredictionHead
 from lineate.models.pretrained import SHARD_BYTES, load_pretrained, write_pretrained
+from lineate.models.sampling_defaults import SamplingDefaults
 from lineate.models.scaling import make_embedding, make_last_norm
 from lineate.models.sharding import SharedEmbedding, gather_logits, rank_config, set_ranks, vocabulary_range
 from lineate.models.state import ModelState
 from lineate.models.stepping import Ends, step, step_tokens
 from lineate.models.trail import ModelTrail, TrailOutput
+
+if TYPE_CHECKING:
+    from lineate.generation.sampling import Generation
 
 __all__ = ["HybridLM", "LMOutput", "check_saveable", "empty_model", "make_mixer", "next_token_loss", "save_pretrained"]
 
@@ -89,6 +94,8 @@ class HybridLM(nn.Module):
     """If set, every call has this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
     ranks: Ranks | None = None
     """If set, this is one rank's share of the model; all ranks make the same calls (models/sharding.py)."""
+    sampling_defaults: SamplingDefaults | None = None
+    """The sampling options that the checkpoint names, which `generate`, chat and the server begin with."""
 
     def __init__(self, config: HybridConfig, ranks: Ranks | None = None) -> None:
         super().__init__()
@@ -266,6 +273,48 @@ class HybridLM(nn.Module):
         more = x.shape[1] if cu_seqlens is None else cu_seqlens.diff()
         return self.norm(x), ModelState(tuple(new), seen + more)
 
+    def generate(
+        self,
+        ids: Tensor | Sequence[Tensor | Sequence[int]],
+        max_new_tokens: int = 256,
+        *,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | Sequence[int] = 0,
+        stop: Collection[int] | None = None,
+        state: ModelState | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> "Generation":
+        """Continue sequences, as lineate.generation.generate does, which has all details.
+
+            rows = model.generate([[1, 2, 3], [4, 5]], 20).run()      # the new tokens of each row
+            for token in model.generate(ids, 20): ...                 # or the next token of every row, `b`
+
+        Options of None are those that the checkpoint names (sampling_defaults); what it does not name is neutral.
+
+        Args:
+            ids: prompts `b t`, or a sequence of prompts of any lengths.
+            max_new_tokens: the most tokens of a row.
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_k: draw only from the k likeliest tokens; 0 for all.
+            top_p: draw only from the likeliest tokens whose probabilities together reach p.
+            min_p: draw only from tokens with at least this part of the likeliest token's probability.
+            repetition_penalty: above 1, tokens that occurred become less likely.
+            seed: seed of the draws, of all rows or of each.
+            stop: tokens that end a row; None for end_tokens, () for none.
+            state: what the model has read before ids, such as Generation.state.
+            attention_mask: `b t`, 1, and 0 for padding before or after a row's tokens.
+        """
+        from lineate.generation.sampling import generate
+
+        return generate(
+            self, ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            repetition_penalty=repetition_penalty, seed=seed, stop=stop, state=state, attention_mask=attention_mask,
+        )  # fmt: skip
+
     @torch.no_grad()
     def trail(self, input_ids: Tensor, state: ModelState, keep: str = "auto") -> TrailOutput:
         """Read guessed tokens in one pass; every row then keeps as many of them as it likes. There are no gradients.
@@ -338,6 +387,7 @@ class HybridLM(nn.Module):
         prediction: bool = True,
         weights: str | None = None,
         ranks: Ranks | None = None,
+        sampling_defaults: bool = True,
     ) -> "HybridLM":
         """Make a model in eval mode from a checkpoint.
 
@@ -354,14 +404,16 @@ class HybridLM(nn.Module):
                 (docs/small-weights.md); dtype is then that of all others, by default float32 on a CPU and bfloat16 on
                 a GPU. None: as stored.
             ranks: the ranks that share the model; this one reads its share alone. None: all of it.
+            sampling_defaults: whether the sampling options of generation_config.json, or of a GGUF file's metadata,
+                become `model.sampling_defaults`.
         """
-        return load_pretrained(HybridLM, name, dtype, device, progress, prediction, weights, ranks)
+        return load_pretrained(HybridLM, name, dtype, device, progress, prediction, weights, ranks, sampling_defaults)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config.json and model.safetensors, which from_pretrained reads back to the same bits.
 
         A model that was loaded from a folder with a tokenizer brings it along: its files are copied as they are, and so
-        is generation_config.json.
+        is generation_config.json, unless `sampling_defaults` has been changed since: it is then written into that file.
         The configuration must describe the model: a mixer of another class, or a setting changed after construction,
         is refused.
 

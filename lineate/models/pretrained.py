@@ -35,6 +35,12 @@ from lineate.models.files.slicing import slice_plan
 from lineate.models.files.tiled import KEY, stored_tensors
 from lineate.models.memoryless import without_memory
 from lineate.models.opening import open_checkpoint
+from lineate.models.sampling_defaults import (
+    SamplingDefaults,
+    parse_sampling_defaults,
+    read_sampling_defaults,
+    with_sampling_defaults,
+)
 from lineate.models.sharding import model_ranges
 from lineate.small.format import FORMATS, Format
 from lineate.small.which import becomes_small, find_format, format_of, small_formats
@@ -42,6 +48,8 @@ from lineate.small.which import becomes_small, find_format, format_of, small_for
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 SOURCE = "_source"
 """The attribute of a model that has the folder it was loaded from, if it was."""
+DEFAULTS = "sampling_defaults"
+"""The attribute of a model that has the sampling options of its checkpoint."""
 SHARD_BYTES = 5 * 10**9
 
 
@@ -54,12 +62,13 @@ def load_pretrained(
     prediction: bool = True,
     weights: str | None = None,
     ranks: Ranks | None = None,
+    sampling_defaults: bool = True,
 ) -> AnyModel:
     """Make a model in eval mode from a folder or a hub name; dtype None or "auto": that of most of the stored bytes.
 
     prediction: whether the head of multi-token prediction is read too, if the checkpoint has one. weights: the format
     that large weights are kept in; then a dtype of None is float32 on a CPU, and bfloat16 elsewhere. ranks: those that
-    share the model, of which this one reads its share.
+    share the model, of which this one reads its share. sampling_defaults: whether those of the checkpoint are read.
     """
     chosen = None if dtype is None or dtype == "auto" else parse_dtype(dtype, also=("auto",))
     form = None if weights is None else find_format(weights)
@@ -68,6 +77,7 @@ def load_pretrained(
     for note in () if checkpoint.encoding is None else checkpoint.encoding.notes:
         warnings.warn(note, stacklevel=3)
     config = read_config(checkpoint)
+    defaults = read_sampling_defaults(checkpoint) if sampling_defaults else None
     if not prediction:
         config = replace(config, prediction=False)
     model = without_memory(make, config)
@@ -92,6 +102,7 @@ def load_pretrained(
         small=small,
     )
     object.__setattr__(model, SOURCE, checkpoint.folder.absolute())
+    object.__setattr__(model, DEFAULTS, defaults)
     return model.eval()
 
 
@@ -150,7 +161,7 @@ def write_pretrained(
     kept = _kept_files(model, Path(folder))
     plain = {key: part for name, x in tensors.items() for key, part in stored_tensors(name, x).items()}
     save(folder, plain, values, max_shard_bytes)
-    write_beside(Path(folder), kept, config)
+    write_beside(Path(folder), kept, config, getattr(model, DEFAULTS, None))
 
 
 def own_config(config: HybridConfig, dtype: torch.dtype, form: Format | None) -> dict[str, Any]:
@@ -159,11 +170,15 @@ def own_config(config: HybridConfig, dtype: torch.dtype, form: Format | None) ->
     return {**values, **({} if form is None else {KEY: form.name}), **config.to_dict()}
 
 
-def write_beside(folder: Path, companions: Mapping[str, bytes], config: HybridConfig) -> None:
-    """Write the files of a tokenizer and of generating beside a model."""
+def write_beside(
+    folder: Path, companions: Mapping[str, bytes], config: HybridConfig, defaults: SamplingDefaults | None = None
+) -> None:
+    """Write the files of a tokenizer and of generating beside a model; defaults of None leave those of the file."""
     write_companions(folder, companions)
     if GENERATION not in companions:
         _write_ends(folder / GENERATION, config)
+    if defaults is not None:
+        _write_defaults(folder / GENERATION, defaults)
 
 
 def _kept_files(model: nn.Module, folder: Path) -> dict[str, bytes]:
@@ -195,6 +210,18 @@ def _write_ends(file: Path, config: HybridConfig) -> None:
     if wanted:
         values = {"bos_token_id": config.bos_token_id, "eos_token_id": list(config.eos_token_ids)}
         write_companions(file.parent, {file.name: (json.dumps(values, indent=2) + "\n").encode()})
+
+
+def _write_defaults(file: Path, defaults: SamplingDefaults) -> None:
+    """Bring the sampling options of generation_config.json to these; a file that has them already stays as it is."""
+    values = read_json(file) if file.is_file() else {}
+    try:
+        same = (parse_sampling_defaults(file, values) or SamplingDefaults()) == defaults
+    except CheckpointError:
+        same = False
+    if not same:
+        text = json.dumps(with_sampling_defaults(values, defaults), indent=2, ensure_ascii=False)
+        write_companions(file.parent, {file.name: f"{text}\n".encode()})
 
 
 def check_target(device: torch.device | str) -> None:

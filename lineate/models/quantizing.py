@@ -27,6 +27,7 @@ from lineate.models.files.tiled import sizes, stored_tensors
 from lineate.models.hybrid import empty_model
 from lineate.models.opening import open_checkpoint
 from lineate.models.pretrained import SHARD_BYTES, own_config, write_beside
+from lineate.models.sampling_defaults import read_sampling_defaults
 from lineate.small.format import Format
 from lineate.small.which import find_format, small_formats
 
@@ -71,7 +72,7 @@ def quantize_checkpoint(
     form, out = find_format(weights), Path(out).resolve()
     _check_free(out)
     checkpoint = open_checkpoint(name)
-    config = read_config(checkpoint)
+    config, defaults = read_config(checkpoint), read_sampling_defaults(checkpoint)
     model = empty_model(config)
     checkpoint = present(checkpoint, model)
     plan, tensors, small = make_plan(checkpoint, config, model), model.state_dict(), small_formats(model, form)
@@ -90,7 +91,7 @@ def quantize_checkpoint(
         make = _maker(checkpoint, plan, tensors, small, written, advance)
         flat = {key: size for own in written.values() for key, size in own.items()}
         save_streamed(part, flat, make, own_config(config, torch.float32, form), max_shard_bytes)
-        write_beside(part, kept, config)
+        write_beside(part, kept, config, defaults)
     stayed: dict[str, int] = {}
     for key, own in written.items():
         if key not in small:
@@ -102,6 +103,11 @@ def quantize_checkpoint(
 
 
 def _check_free(out: Path) -> None:
+    if out.suffix.lower() in (".gguf", ".safetensors"):
+        raise ValueError(
+            f"the new folder must not be named as a file, got {out.name}; lineate quantize writes a folder with "
+            f"config.json and safetensors, such as {out.stem}, and no GGUF files"
+        )
     if out.is_dir() and not any(out.iterdir()):
         return
     if out.exists() or out.is_symlink():

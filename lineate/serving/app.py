@@ -16,6 +16,8 @@ from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
 import lineate
+from lineate.generation.choice import Sampling
+from lineate.generation.defaults import SamplingFlags, shown_options
 from lineate.layers import kind_of
 from lineate.layers.formats import AS_COMPUTED, StateFormat
 from lineate.models import HybridLM
@@ -53,7 +55,13 @@ class Settings:
 
 
 def describe(
-    model: HybridLM, tokenizer: Tokenizer, name: str, context: int, slots: int, format: StateFormat = AS_COMPUTED
+    model: HybridLM,
+    tokenizer: Tokenizer,
+    name: str,
+    context: int,
+    slots: int,
+    format: StateFormat = AS_COMPUTED,
+    sampling: SamplingFlags | None = None,
 ) -> Description:
     """Return what clients may know of a model.
 
@@ -64,6 +72,7 @@ def describe(
         context: The most tokens of a prompt and its continuation.
         slots: The most choices that are generated together.
         format: How the memories of running sequences are kept.
+        sampling: The sampling options of requests that do not name them; None: the checkpoint's, else OpenAI's.
     """
     layers = []
     whole = model if model.ranks is None else empty_model(model.config).to(model.dtype)  # not one rank's share of it
@@ -98,6 +107,7 @@ def describe(
         fingerprint=f"lineate-{hashlib.sha256(text.encode()).hexdigest()[:12]}",
         layers=tuple(layers),
         details=tuple(details.items()),
+        sampling=(sampling or SamplingFlags()).resolve(model.sampling_defaults, Sampling()),
     )
 
 
@@ -172,7 +182,7 @@ def _routes(service: Service, keys: Keys) -> APIRouter:
     description = service.description
     model = {
         "id": description.name, "object": "model", "created": description.created, "owned_by": "lineate",
-        "max_model_len": description.context,
+        "max_model_len": description.context, "sampling_defaults": shown_options(description.sampling),
     }  # fmt: skip
 
     @router.post("/v1/chat/completions")
@@ -209,6 +219,7 @@ def _routes(service: Service, keys: Keys) -> APIRouter:
     @router.get("/lineate/info")
     async def info() -> Response:
         value = dataclasses.asdict(description) | {"details": dict(description.details)}
+        value["sampling"] = shown_options(description.sampling)
         return answer(value | {"limits": dataclasses.asdict(service.limits), "version": lineate.__version__})
 
     @router.get("/lineate/stats")

@@ -11,6 +11,7 @@ from lineate.options import argument, option
 from lineate.terminal import printable
 
 if TYPE_CHECKING:
+    from lineate.generation.defaults import SamplingFlags
     from lineate.serving.app import Settings
     from lineate.serving.limits import Limits
 
@@ -31,7 +32,7 @@ class ServeArguments:
     port: int = option(8000, "Port to listen at; 0: a free one.", least=0, most=65535)
     name: str | None = option(None, "Name of the model in requests; the folder's or hub's by default.")
     api_key: str | None = option(None, f"Keys of which requests need one, with commas between; or set {KEYS}.")
-    device: str = option("cpu", "cpu or cuda.")
+    device: str = option("auto", "cpu, cuda, or auto: a GPU if there is one.")
     dtype: str = option("auto", "float32, bfloat16, ...; auto: as stored.")
     bits: str | None = option(None, "Keep large weights in 16, 8 or 4 bits or fp8; none: as stored.")
     slots: int = option(8, "Sequences that are generated at once.", least=1, most=4096)
@@ -54,7 +55,17 @@ class ServeArguments:
         NONE, "Guess tokens ahead: lookup (from the text), head (of the model), a smaller model's folder, or none."
     )
     guesses: int = option(4, "Most tokens that are guessed ahead.", least=1, most=32)
-    max_tokens: int | None = option(None, "Most tokens that a request may generate.", least=1)
+    max_tokens: int | None = option(
+        None, "Most tokens that a request may generate.", "--max-tokens", "--tokens", least=1
+    )
+    temperature: float | None = option(None, "Of requests that do not say; the checkpoint's, else 1.", least=0)
+    top_k: int | None = option(None, "The same for top_k; the checkpoint's, else 0: all tokens.", least=0)
+    top_p: float | None = option(None, "The same for top_p; the checkpoint's, else 1.")
+    min_p: float | None = option(None, "The same for min_p; the checkpoint's, else 0.")
+    repetition_penalty: float | None = option(None, "The same for repetition_penalty; the checkpoint's, else 1.")
+    sampling_defaults: str = option(
+        "checkpoint", "checkpoint: requests that do not say draw as generation_config.json says; none: as OpenAI's."
+    )
     max_prompt: int | None = option(None, "Most tokens of a prompt.", least=1)
     max_body: str = option("8MB", "Most bytes of a request.", metavar="SIZE")
     timeout: float = option(600.0, "Seconds after which a request is ended.", least=0.001)
@@ -89,14 +100,25 @@ def settings_of(asked: ServeArguments) -> "Settings":
     Args:
         asked: The options.
     """
-    from lineate.generation.loading import check_device
     from lineate.layers.formats import StateFormat
     from lineate.serving.app import Settings
 
-    check_device(asked.device)
-    StateFormat.of(asked.state_dtype, asked.state_rounding)  # a wrong one is noticed before a model is loaded
+    sampling_of(asked)  # a wrong one is noticed before a model is loaded
+    StateFormat.of(asked.state_dtype, asked.state_rounding)
     hosts = allowed_hosts(asked.host, words_of(asked.allow_host))
     return Settings(read_keys(asked.api_key), words_of(asked.cors), hosts, limits_of(asked))
+
+
+def sampling_of(asked: ServeArguments) -> "SamplingFlags":
+    """Return the sampling options that were given for requests that do not name them.
+
+    Args:
+        asked: The options.
+    """
+    from lineate.generation.defaults import SamplingFlags
+
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return SamplingFlags({name: getattr(asked, name) for name in names}, source=asked.sampling_defaults)
 
 
 def limits_of(asked: ServeArguments) -> "Limits":

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from lineate.names import named_path, user_path
-from lineate.serving.arguments import HEAD, LOOKUP, NONE, ServeArguments, name_of, say, sizes_of
+from lineate.serving.arguments import HEAD, LOOKUP, NONE, ServeArguments, name_of, sampling_of, say, sizes_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -22,16 +22,16 @@ def load(asked: ServeArguments, job: "RankedJob | None") -> tuple["Engine", "Hyb
         asked: The options.
         job: The processes that share the model; None: there is one.
     """
-    from lineate.generation.loading import load_model, load_or_builtin
+    from lineate.generation.loading import find_device, load_model, load_or_builtin
     from lineate.serving.warming import warm_up
     from lineate.small.which import name_of_bits
 
-    weights = name_of_bits(asked.bits)
+    weights, defaults = name_of_bits(asked.bits), sampling_of(asked).reads
     if job is None:
-        model, tokenizer = load_or_builtin(asked.folder, asked.dtype, asked.device, say, weights)
+        model, tokenizer = load_or_builtin(asked.folder, asked.dtype, find_device(asked.device), say, weights, defaults)
     else:
         assert asked.folder is not None
-        model, tokenizer = load_model(asked.folder, asked.dtype, job.device, weights, job.model_ranks)
+        model, tokenizer = load_model(asked.folder, asked.dtype, job.device, weights, job.model_ranks, defaults)
     engine = _engine(asked, model, job)
     warm_up(engine, 0 if asked.draft == NONE else asked.guesses)
     return engine, model, tokenizer
@@ -50,7 +50,9 @@ def application(
     from lineate.serving.app import describe, make_app
 
     own, model, tokenizer = load(asked, job)
-    description = describe(model, tokenizer, name_of(asked), asked.context, asked.slots, own.pool.format)
+    description = describe(
+        model, tokenizer, name_of(asked), asked.context, asked.slots, own.pool.format, sampling_of(asked)
+    )
     engine: Any = own
     if job is not None:
         from lineate.serving.lockstep import Lockstep

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lineate.names import named_path, user_path
-from lineate.options import parameters, sign
+from lineate.options import add_command, parameters, sign
 from lineate.serving.arguments import (
     HEAD,
     KEYS,
@@ -19,6 +19,7 @@ from lineate.serving.arguments import (
     limits_of,
     name_of,
     read_keys,
+    sampling_of,
     say,
     settings_of,
     sizes_of,
@@ -58,7 +59,9 @@ def add_commands(app: "typer.Typer") -> None:
         run_serve(ServeArguments(**given))
 
     sign(serve, parameters(ServeArguments))
-    app.command()(serve)
+    add_command(
+        app, serve, "lineate serve ~/models/Qwen3.5-4B --bits 8", "lineate serve --port 8080 --slots 4 --temperature 0"
+    )
 
 
 def run_serve(asked: ServeArguments) -> None:
@@ -68,8 +71,10 @@ def run_serve(asked: ServeArguments) -> None:
         asked: The options.
     """
     from lineate.generation.job import join_job, working
+    from lineate.generation.loading import find_device
 
     try:
+        asked = replace(asked, device=find_device(asked.device))
         _check_tensor(asked)
         flags = {name: value for name, value in asdict(asked).items() if name not in OF_RANK_0}
         flags["cache_folder"] = asked.cache_folder is not None
@@ -290,6 +295,8 @@ def _announce(asked: ServeArguments, port: int, model: "HybridLM", tokenizer: "T
         f"{name_of(asked)}: {count} parameters{kept}{ranks}, {model.config.pattern}, {tokenizer.name} on {asked.device}"
     )
     say(f"{asked.slots} sequences of {asked.context} tokens, {state} of state each; cache {asked.cache}")
+    if found := sampling_of(asked).used(model.sampling_defaults):
+        say(f"sampling of the checkpoint: {found}; --sampling-defaults none leaves it out")
     _say_where(asked, port)
 
 

@@ -21,8 +21,9 @@ pytest.importorskip("jinja2")
 from typer.testing import CliRunner, Result
 
 from lineate.cli import build_app
-from lineate.generation import Sampling, builtin
+from lineate.generation import builtin
 from lineate.generation.command import run_generate
+from lineate.generation.defaults import SamplingFlags
 from lineate.models import HybridLM, preset
 from lineate.text import Bytes, make_tokenizer
 
@@ -108,7 +109,7 @@ def test_dtypes_and_wrong_options(folder: Path) -> None:
     assert lineate("generate", folder, "--tokens", 2, "--dtype", "bf16").exit_code == 0
     for words, message in (
         (["--dtype", "int3"], "dtype must be one of auto, "),
-        (["--device", "tpu"], "device must be 'cpu' or 'cuda', got 'tpu'"),
+        (["--device", "tpu"], "device must be auto, cpu or cuda, got 'tpu'"),
         (["--min-p", "2"], "min_p must be at least 0 and at most 1, got 2.0"),
         (["--repetition-penalty", "0"], "repetition_penalty must be above 0 and finite, got 0.0"),
         (["--stop", ""], "stop strings must have at least one character, got ''"),
@@ -132,10 +133,10 @@ def test_a_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     HybridLM(preset("tiny", vocab_size=257)).save_pretrained(tmp_path / "model")
     with pytest.raises(FileNotFoundError, match=r"tokenizer_kind\.json is missing"):
-        run_generate(tmp_path / "model", "def ", Sampling(temperature=0), 2)
+        run_generate(tmp_path / "model", "def ", SamplingFlags({"temperature": 0}), 2)
     Bytes().save(tmp_path / "model")
     for folder in (tmp_path, tmp_path / "model"):  # a run has its model there
-        run_generate(folder, "def ", Sampling(temperature=0), 2)
+        run_generate(folder, "def ", SamplingFlags({"temperature": 0}), 2)
 
 
 # chat

@@ -1,5 +1,6 @@
 """GGUF files of every architecture give the model that they were converted from; each type of blocks is exact."""
 
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from lineate.models.families import make_plan, read_config
 from lineate.models.files.checkpoint import Checkpoint
 from lineate.models.files.gguf import kept_formats
 from lineate.models.files.gguf_blocks import TYPES
+from lineate.models.files.safetensors import CheckpointError
 from lineate.models.hybrid import empty_model
 from lineate.models.opening import open_checkpoint
 from lineate.models.quantizing import quantize_checkpoint
+from lineate.models.sampling_defaults import SamplingDefaults
 from lineate.small import SmallWeight
 from lineate.small.format import decode, to_tiles
 
@@ -311,3 +314,21 @@ def test_parts_of_a_split_file(folders, tmp_path):
     files[1].unlink()
     with pytest.raises(ValueError, match=f"expected the {len(files)} parts of model, got no {files[1].name}; fetch"):
         HybridLM.from_pretrained(files[0])
+
+
+def test_sampling_defaults(folders, tmp_path):
+    given = {"sampling.temp": 0.6, "sampling.top_k": 20, "sampling.top_p": 0.95, "sampling.penalty_repeat": 1.05}
+    file = gguf_files.write(tmp_path / "a.gguf", folders("qwen3_5"), general=given)
+    expected = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is no tokenizer
+        model = HybridLM.from_pretrained(file, progress=False)
+        assert model.sampling_defaults == expected  # the digits that a float32 has
+        model.save_pretrained(tmp_path / "saved")
+        quantize_checkpoint(file, tmp_path / "int8", "int8", progress=False)
+    for place in ("saved", "int8"):
+        assert HybridLM.from_pretrained(tmp_path / place, progress=False).sampling_defaults == expected
+    wrong = gguf_files.write(tmp_path / "b.gguf", folders("qwen3_5"), general={"sampling.temp": -1.0})
+    message = r"b\.gguf: general\.sampling\.temp must be a number from 0 to 100, got -1\.0"
+    with pytest.raises(CheckpointError, match=message):
+        HybridLM.from_pretrained(wrong, progress=False)

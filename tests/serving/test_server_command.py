@@ -104,7 +104,7 @@ REFUSED = {
     "an address of another machine": (["--host", "192.0.2.1"], "--host and --port must be free"),
     "a name that is none": (["--host", "no.such.host.invalid"], "--host must be a name or an address"),
     "a size that is none": (["--max-body", "much"], "--max-body must be a size"),
-    "a device that is none": (["--device", "abacus"], "device must be 'cpu' or 'cuda', got 'abacus'"),
+    "a device that is none": (["--device", "abacus"], "device must be auto, cpu or cuda, got 'abacus'"),
     "an empty key": (["--api-key", "a,,b"], "--api-key and LINEATE_API_KEY must be visible"),
     "a spacing that is no multiple": (["--spacing", "100"], "spacing must be a multiple of 64"),
     "a head that the model lacks": (["--draft", "head"], "model must have a head of multi-token prediction"),

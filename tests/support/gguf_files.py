@@ -262,6 +262,7 @@ def write(
     tokens: dict[str, Any] | None = None,
     template: str | None = None,
     split: int = 0,
+    general: dict[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint's folder as a GGUF file.
 
@@ -274,6 +275,7 @@ def write(
         tokens: keys of the tokenizer, behind tokenizer.ggml.
         template: the chat template.
         split: tensors of a file, if there are to be several; 0: one file.
+        general: keys behind general.
     """
     import gguf
 
@@ -285,6 +287,8 @@ def write(
     writer = gguf.GGUFWriter(file, ARCHITECTURES[checkpoint.config["model_type"]], split_max_tensors=split)
     for key, value in values.items():
         add(writer, f"{writer.arch}.{key}", value)
+    for key, value in (general or {}).items():
+        add(writer, f"general.{key}", value)
     for key, value in (tokens or {}).items():
         add(writer, f"tokenizer.ggml.{key}", value)
     if template is not None:

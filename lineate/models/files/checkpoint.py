@@ -85,6 +85,11 @@ class Checkpoint:
         """The bytes of all tensors in the files."""
         return sum(part.nbytes for entry in self.entries.values() for part in entry.parts)
 
+    @property
+    def metadata(self) -> Mapping[str, Any] | None:
+        """The metadata of a GGUF file; None for a folder."""
+        return None
+
     def extra(self, name: str) -> dict[str, Any]:
         """Return what another JSON file of the folder holds; empty if there is none."""
         return read_json(self.folder / name) if (self.folder / name).is_file() else {}

@@ -131,6 +131,10 @@ class GgufCheckpoint(Checkpoint):
     def config_file(self) -> Path:
         return self.folder
 
+    @property
+    def metadata(self) -> Mapping[str, Any] | None:
+        return {} if self.header is None else self.header.metadata
+
     def extra(self, name: str) -> dict[str, Any]:
         """Return nothing: files beside it may belong to other models."""
         return {}

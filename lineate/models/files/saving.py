@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lineate.small.weight import SmallWeight
 
-HOW_IT_RUNS = {"training", "recompute", "recompute_chunks", "context", "_compiled_call_impl"}
+HOW_IT_RUNS = {"training", "recompute", "recompute_chunks", "context", "sampling_defaults", "_compiled_call_impl"}
 """Attributes that change how a module runs, or where, but not what it computes."""
 PLAIN_SETTINGS = (bool, int, float, str, tuple, type(None))
 REMEDIES = {

@@ -34,6 +34,8 @@ class Server:
     """Tokens of a prompt."""
     limits: Limits = field(default_factory=Limits)
     """What a request may ask for."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """The options that a request need not name."""
 
 
 @dataclass(frozen=True)
@@ -197,15 +199,16 @@ def check_model(fields: Fields, server: Server) -> None:
 
 
 def _sampling(fields: Fields, server: Server) -> Sampling:
-    seed = fields.whole("seed", -(2**63), 2**64 - 1)
+    seed, own = fields.whole("seed", -(2**63), 2**64 - 1), server.sampling
+    top_k = fields.whole("top_k", -1, 2**31 - 1)
     return Sampling(
-        temperature=fields.number("temperature", 1.0, 0, 2),
-        top_p=max(fields.number("top_p", 1.0, 0, 1), 1e-6),  # 0 is the likeliest token alone
-        top_k=max(fields.whole("top_k", -1, 2**31 - 1) or 0, 0),  # -1 is all tokens, as for other servers
-        min_p=fields.number("min_p", 0.0, 0, 1),
-        repetition_penalty=fields.number("repetition_penalty", 1.0, 0.01, 100),
-        presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
-        frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
+        temperature=fields.number("temperature", own.temperature, 0, 2),
+        top_p=max(fields.number("top_p", own.top_p, 0, 1), 1e-6),  # 0 is the likeliest token alone
+        top_k=own.top_k if top_k is None else max(top_k, 0),  # -1 is all tokens, as for other servers
+        min_p=fields.number("min_p", own.min_p, 0, 1),
+        repetition_penalty=fields.number("repetition_penalty", own.repetition_penalty, 0.01, 100),
+        presence_penalty=fields.number("presence_penalty", own.presence_penalty, -2, 2),
+        frequency_penalty=fields.number("frequency_penalty", own.frequency_penalty, -2, 2),
         logit_bias=_biases(fields, server),
         seed=secrets.randbits(63) if seed is None else seed,
     )

@@ -5,9 +5,10 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
+from lineate.generation.choice import Sampling
 from lineate.serving.api.errors import ApiError, invalid, queue_full, too_long, unavailable
 from lineate.serving.api.guides import Grammars, Guide
 from lineate.serving.api.schemas import ChatCall, Server, Wanted
@@ -63,6 +64,8 @@ class Description:
     """For each layer its kind, its label, and the bytes of its state: `fixed`, and `per_token`."""
     details: tuple[tuple[str, Any], ...] = ()
     """More facts for /lineate/info."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How tokens are drawn where a request does not say it."""
 
     def state_bytes(self, tokens: int) -> list[int]:
         """Return the bytes of each layer's state after so many tokens."""
@@ -97,7 +100,7 @@ class Service:
         self.limits, self.metrics = limits, metrics
         most = description.context - 1  # there must be room for one more token
         most = most if limits.prompt_tokens is None else min(most, limits.prompt_tokens)
-        self.server = Server(description.name, tokenizer.vocab_size, most, limits)
+        self.server = Server(description.name, tokenizer.vocab_size, most, limits, description.sampling)
         self.chat_stops = DEFAULT_STOPS if tokenizer.chat is None else ()
         self.grammars = Grammars(tokenizer, limits.grammar_bytes)
         source = "" if tokenizer.chat is None else tokenizer.chat.source + (tokenizer.chat.tool_source or "")

@@ -63,6 +63,16 @@ export async function models(key) {
   return Array.isArray(value?.data) ? value.data.map((model) => String(model.id)) : [];
 }
 
+/** Return how the server draws tokens where a request does not say it, by the names of requests; {} if it does not say. */
+export async function samplingDefaults(key) {
+  try {
+    const response = await request("v1/models", { headers: authorization(key), signal: AbortSignal.timeout(PATIENCE) });
+    return (await response.json())?.data?.[0]?.sampling_defaults ?? {};
+  } catch {
+    return {};
+  }
+}
+
 /**
  * Return what is known of the model's layers: [{letter, label, kind}], kind "cache" if its bytes grow with the tokens.
  * A server that does not say has none.

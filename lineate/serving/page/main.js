@@ -1,7 +1,7 @@
 // The page: which conversation is shown, what is typed, and what the buttons do.
 
 import { say } from "./announce.js";
-import { layers, models } from "./api.js";
+import { layers, models, samplingDefaults } from "./api.js";
 import { Answers } from "./answers.js";
 import { byId, hasPointer, make } from "./dom.js";
 import { confirmDelete, editSettings } from "./settings.js";
@@ -12,7 +12,7 @@ import { add, choose, fork, newConversation, path, versions } from "./tree.js";
 import { Turn, keyForm, sends } from "./turns.js";
 
 const store = new Store();
-const known = { models: [], layers: [], wantsKey: false };
+const known = { models: [], layers: [], defaults: {}, wantsKey: false };
 const answers = new Answers(store, {
   model: async (name) => {
     await (known.models.length ? null : loading ?? loadModels());
@@ -226,6 +226,7 @@ async function readModels() {
   try {
     known.models = await models(store.key);
     known.layers = await layers(store.key);
+    known.defaults = await samplingDefaults(store.key);
     notice();
   } catch (error) {
     if (error.status === 401) {
@@ -242,7 +243,8 @@ byId("composer").addEventListener("submit", (event) => { event.preventDefault();
 byId("stop").addEventListener("click", () => answers.stop(current.id));
 byId("to-end").addEventListener("click", () => { followed = true; follow(); message.focus(); });
 byId("open-settings").addEventListener("click", () => {
-  editSettings({ settings: current.settings, models: known.models, key: store.key, wantsKey: known.wantsKey }, (settings, key) => {
+  const { models, defaults, wantsKey } = known;
+  editSettings({ settings: current.settings, models, defaults, key: store.key, wantsKey }, (settings, key) => {
     current.settings = settings;
     store.settings = settings;
     if (store.get(current.id)) store.save(current);

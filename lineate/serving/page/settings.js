@@ -6,9 +6,10 @@ const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"]
 
 /**
  * Show the settings and call `save` with the new ones and the API key, unless the reader cancels.
- * @param {object} options settings, models (their names), key, and wantsKey: whether the server asked for a key
+ * @param {object} options settings, models (their names), defaults (of the server, by field), key, and wantsKey: whether
+ * the server asked for a key
  */
-export function editSettings({ settings, models, key, wantsKey }, save) {
+export function editSettings({ settings, models, defaults = {}, key, wantsKey }, save) {
   const dialog = byId("settings");
   const form = byId("settings-form");
   const fields = form.elements;
@@ -17,7 +18,10 @@ export function editSettings({ settings, models, key, wantsKey }, save) {
   fields.model.value = settings.model || models[0] || "";
   byId("model-field").hidden = names.length < 2;
   fields.system.value = settings.system ?? "";
-  for (const name of NUMBERS) fields[name].value = settings[name] ?? "";
+  for (const name of NUMBERS) {
+    fields[name].value = settings[name] ?? "";
+    if (Number.isFinite(defaults[name])) fields[name].placeholder = `${defaults[name]} if empty`;
+  }
   byId("key-field").hidden = !wantsKey && !key;
   fields.key.value = key;
   form.onsubmit = (event) => {
