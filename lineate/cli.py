@@ -7,12 +7,11 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from lineate.extras import missing_module, not_installed
+from lineate.options import add_command
+
 if TYPE_CHECKING:
     import typer
-
-OPTIONAL = ("typer", "rich", "matplotlib")
-"""Modules that come only with the extras cli and plot."""
-INSTALL_THEM = "pip install 'lineate[cli,plot]'"
 
 
 def main() -> None:
@@ -20,10 +19,10 @@ def main() -> None:
     try:
         build_app()()
     except ModuleNotFoundError as error:
-        module = (error.name or "").partition(".")[0]
-        if module not in OPTIONAL:
+        if (module := missing_module(error)) is None:
             raise
-        sys.exit(f"lineate: this command needs {module}, which is not installed; run {INSTALL_THEM}")
+        command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+        sys.exit(f"lineate: {not_installed(f'lineate {command}'.strip(), module)}")
 
 
 def build_app() -> "typer.Typer":
@@ -62,7 +61,6 @@ def build_app() -> "typer.Typer":
     ) -> None:
         _import_modules(modules or [])
 
-    @app.command()
     def demo(
         out: Annotated[
             Path, typer.Option(parser=named_path, metavar="FOLDER", help="Folder for the plots and the numbers.")
@@ -78,7 +76,6 @@ def build_app() -> "typer.Typer":
 
         run_demo(out, seed=seed, quick=quick)
 
-    @app.command()
     def inspect(
         name: Annotated[
             str, typer.Argument(metavar="MODEL", help="Folder of a checkpoint or run, or a name on the hub.")
@@ -107,6 +104,8 @@ def build_app() -> "typer.Typer":
     from lineate.tasks.command import add_commands as add_tasks
     from lineate.training.command import add_commands as add_training
 
+    add_command(app, demo, "lineate demo --quick", "lineate demo --out pictures --seed 1")
+    add_command(app, inspect, "lineate inspect Qwen/Qwen3.5-4B", "lineate inspect out/train")
     add_training(app)
     add_generation(app)
     add_quantizing(app)

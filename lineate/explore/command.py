@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lineate.names import named_path, user_path
-from lineate.options import argument, option, parameters, sign
+from lineate.options import add_command, argument, option, parameters, sign
 
 if TYPE_CHECKING:
     import typer
@@ -69,7 +69,7 @@ def add_commands(app: "typer.Typer") -> None:
         run_picture(PictureArguments(**given))
 
     sign(picture, parameters(PictureArguments))
-    app.command()(picture)
+    add_command(app, picture, "lineate picture all --quick", "lineate picture state --model out/train --text 'a b a b'")
 
 
 def run_picture(asked: PictureArguments) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lineate.names import named_path, user_path
-from lineate.options import argument, option, parameters, sign
+from lineate.options import add_command, argument, option, parameters, sign
 from lineate.terminal import console, fail, printable
 
 if TYPE_CHECKING:
@@ -33,7 +33,12 @@ def add_commands(app: "typer.Typer") -> None:
         run_quantize(QuantizeArguments(**given))
 
     sign(quantize, parameters(QuantizeArguments))
-    app.command()(quantize)
+    add_command(
+        app,
+        quantize,
+        "lineate quantize ~/models/Qwen3.5-4B qwen-int8",
+        "lineate quantize Qwen/Qwen3.5-4B qwen-int4 --bits 4",
+    )
 
 
 def run_quantize(asked: QuantizeArguments) -> None:

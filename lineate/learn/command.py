@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lineate.names import named_path
-from lineate.options import argument, option, parameters, sign
+from lineate.options import add_command, argument, option, parameters, sign
 
 if TYPE_CHECKING:
     import typer
@@ -35,7 +35,7 @@ def add_commands(app: "typer.Typer") -> None:
         run_learn(LearnArguments(**given))
 
     sign(learn, parameters(LearnArguments))
-    app.command()(learn)
+    add_command(app, learn, "lineate learn", "lineate learn 8 --out lesson")
 
 
 def run_learn(asked: LearnArguments) -> None:

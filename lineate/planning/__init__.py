@@ -6,23 +6,45 @@
 >>> plan_memory(split_model(model, tensor=8)).weights
 """
 
-from lineate.planning.communication import Received, decode_received, prefill_received, training_received
-from lineate.planning.compute import FlopsPlan, LayerFlops, Moved, decode_bytes, plan_flops, prefill_bytes
-from lineate.planning.fit import crossover, largest_batch, longest_context
-from lineate.planning.hardware import (
-    HARDWARE,
-    Bound,
-    Hardware,
-    find_hardware,
-    make_hardware,
-    several,
-    time_bounds,
-    tokens_per_second,
-)
-from lineate.planning.memory import LayerMemory, MemoryPlan, TrainingMemory, plan_memory, plan_training
-from lineate.planning.models import DTYPES, Model, Split, from_numbers, read_model, variants
-from lineate.planning.split import split_model
-from lineate.planning.teaching import differences, teaching, teaching_of
+from typing import TYPE_CHECKING
+
+from lineate.lazy import first_use
+
+if TYPE_CHECKING:
+    from lineate.planning.communication import Received, decode_received, prefill_received, training_received
+    from lineate.planning.compute import FlopsPlan, LayerFlops, Moved, decode_bytes, plan_flops, prefill_bytes
+    from lineate.planning.fit import crossover, largest_batch, longest_context
+    from lineate.planning.formulas import differences, teaching, teaching_of
+    from lineate.planning.hardware import (
+        HARDWARE,
+        Bound,
+        Hardware,
+        find_hardware,
+        make_hardware,
+        several,
+        time_bounds,
+        tokens_per_second,
+    )
+    from lineate.planning.memory import LayerMemory, MemoryPlan, TrainingMemory, plan_memory, plan_training
+    from lineate.planning.models import DTYPES, Model, Split, from_numbers, read_model, variants
+    from lineate.planning.split import split_model
+else:
+    __getattr__, __dir__ = first_use(
+        __name__,
+        {
+            "communication": ("Received", "decode_received", "prefill_received", "training_received"),
+            "compute": ("FlopsPlan", "LayerFlops", "Moved", "decode_bytes", "plan_flops", "prefill_bytes"),
+            "fit": ("crossover", "largest_batch", "longest_context"),
+            "hardware": (
+                "HARDWARE", "Bound", "Hardware", "find_hardware", "make_hardware", "several", "time_bounds",
+                "tokens_per_second",
+            ),
+            "memory": ("LayerMemory", "MemoryPlan", "TrainingMemory", "plan_memory", "plan_training"),
+            "models": ("DTYPES", "Model", "Split", "from_numbers", "read_model", "variants"),
+            "split": ("split_model",),
+            "formulas": ("differences", "teaching", "teaching_of"),
+        },
+    )  # fmt: skip
 
 __all__ = [
     "DTYPES",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lineate.names import spelled, user_path
-from lineate.options import parameters, sign
+from lineate.options import add_command, parameters, sign
 from lineate.planning.options import (
     PlanArguments,
     check_files,
@@ -55,7 +55,10 @@ def add_commands(app: "typer.Typer") -> None:
         run_plan(PlanArguments(**given))
 
     sign(plan, parameters(PlanArguments))
-    app.command()(plan)
+    add_command(
+        app, plan, "lineate plan qwen3-next-80b --hardware h200 --context 4k,128k,1M",
+        "lineate plan --emb-dim 2048 --n-heads 16 --n-layers 48 --no-train",
+    )  # fmt: skip
 
 
 def run_plan(asked: PlanArguments) -> None:

@@ -13,11 +13,11 @@ from lineate.layers import kind_of, kinds
 from lineate.planning.communication import Received, decode_received, prefill_received, training_received
 from lineate.planning.compute import FlopsPlan, plan_flops
 from lineate.planning.fit import first_smaller, largest_batch, longest_context
+from lineate.planning.formulas import differences, taught_heads, taught_variants, teaching_of
 from lineate.planning.hardware import HARDWARE, Hardware, time_bounds, tokens_per_second, training_bound
 from lineate.planning.memory import LayerMemory, MemoryPlan, plan_memory, plan_training
 from lineate.planning.models import WHOLE, Model, Split, variants
 from lineate.planning.split import split_model
-from lineate.planning.teaching import differences, taught_heads, taught_variants, teaching_of
 
 PlanNumbers = dict[str, Any]
 MOST_RATE, RANDOM_RATE = "most_tokens_per_second", "most_tokens_per_second_experts_at_random"

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lineate.options import argument, option, parameters, sign
+from lineate.options import add_command, argument, option, parameters, sign
 
 if TYPE_CHECKING:
     import typer
@@ -28,7 +28,12 @@ def add_commands(app: "typer.Typer") -> None:
         run_check(CheckArguments(**given))
 
     sign(check, parameters(CheckArguments))
-    app.command()(check)
+    add_command(
+        app,
+        check,
+        'lineate check "S = a*S + b*outer(k, v - S.T@k)"',
+        'lineate check "S = g*S + outer(k, v)" --per-key g',
+    )
 
 
 def run_check(asked: CheckArguments) -> None:

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lineate.extras import missing_module, not_installed
 from lineate.names import named_path, user_path
 from lineate.options import add_command, parameters, sign
 from lineate.serving.arguments import (
@@ -41,12 +42,10 @@ if TYPE_CHECKING:
     from lineate.text.base import Tokenizer
 
 __all__ = [
-    "NEEDED", "ServeArguments", "add_commands", "add_explorer", "allowed_hosts", "is_local", "listen", "make_replica",
+    "ServeArguments", "add_commands", "add_explorer", "allowed_hosts", "is_local", "listen", "make_replica",
     "read_keys", "run_serve",
 ]  # fmt: skip
 
-NEEDED = ("fastapi", "starlette", "uvicorn", "pydantic_core", "prometheus_client", "jinja2", "llguidance", "tokenizers")
-"""Modules that come with the extra serve."""
 OF_RANK_0 = ("folder", "host", "port", "name", "api_key", "cors", "allow_host", "access_log", "tensor", "cache_folder")
 """Options that may differ between processes that share a model, or are compared in another way."""
 
@@ -99,11 +98,9 @@ def _serve(asked: ServeArguments, job: "RankedJob | None") -> None:
         else:
             server, replicas = _prepare_replicas(asked, replicated, port)
     except ModuleNotFoundError as error:
-        module = (error.name or "").partition(".")[0]
-        if module not in (*NEEDED, "ray"):
+        if (module := missing_module(error)) is None:
             raise
-        extra = "ray" if module == "ray" else "serve"
-        fail(f"lineate serve needs {module}, which is not installed; run pip install 'lineate[{extra}]'", 1)
+        fail(not_installed("lineate serve", module), 1)
     except (ValueError, OSError, ImportError) as error:
         fail(error, 2)
     if replicated is not None:

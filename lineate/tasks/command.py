@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lineate.names import named_path
-from lineate.options import argument, option, parameters, sign
-from lineate.tasks.task import DEFAULT_RULES
+from lineate.options import add_command, argument, option, parameters, sign
+from lineate.tasks import DEFAULT_RULES
 
 if TYPE_CHECKING:
     import typer
@@ -87,7 +87,12 @@ def add_commands(app: "typer.Typer") -> None:
         run_tasks(TasksArguments(**given), {name for name in FLAGS if _is_given(context, name)})
 
     sign(tasks, {"context": (typer.Context, inspect.Parameter.empty)} | parameters(TasksArguments))
-    app.command()(tasks)
+    add_command(
+        app,
+        tasks,
+        "lineate tasks recall --rules linear,deltanet,gdn,kda --quick",
+        "lineate tasks counting --length 256 --out counted",
+    )
 
 
 def run_tasks(asked: TasksArguments, given: set[str]) -> None:

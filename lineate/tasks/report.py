@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
+from lineate.tasks import DEFAULT_RULES
 from lineate.tasks.model import kinds_by_word, label
 from lineate.tasks.runner import Cell, CellResult
-from lineate.tasks.task import DEFAULT_RULES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,8 +11,6 @@ from lineate.names import nearest
 NOTHING = -100
 """The target where nothing is asked."""
 STREAMS = ("train", "test")
-DEFAULT_RULES = "linear,gla,deltanet,gdn,kda,softmax"
-"""The rules that a task compares by default."""
 
 
 @dataclass(frozen=True)

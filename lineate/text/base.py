@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lineate.extras import not_installed
 from lineate.models.files.companions import write_file
 from lineate.text.chat import CHAT_FILE, DEFAULT_TEMPLATE, ChatTemplate
 from lineate.text.shield import Shield
@@ -175,12 +176,12 @@ def utf8(text: str) -> bytes:
         raise ValueError(f"text must be Unicode, got half of a surrogate pair at character {error.start}") from error
 
 
-def library(what: str, remedy: str) -> Any:
-    """Import the optional library tokenizers; raise ImportError with what needs it, and the remedy."""
+def library(what: str, extra: str | None = None, instead: str = "") -> Any:
+    """Import the optional library tokenizers; raise ImportError with what needs it, its extra and another way."""
     try:
         return importlib.import_module("tokenizers")
     except ImportError as error:
-        raise ImportError(f"{what} needs {remedy}") from error
+        raise ImportError(not_installed(what, "tokenizers", extra) + instead) from error
 
 
 def byte_alphabet() -> dict[str, int]:

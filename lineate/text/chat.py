@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lineate.extras import not_installed
 from lineate.models.files.companions import TEMPLATES
 from lineate.models.files.safetensors import CheckpointError, parse_json
 
@@ -212,4 +213,4 @@ def _sandbox() -> Any:
     try:
         return importlib.import_module("lineate.text.sandbox")
     except ImportError as error:
-        raise ImportError("a chat template needs jinja2: `pip install lineate[serve]`") from error
+        raise ImportError(not_installed("a chat template", "jinja2")) from error

@@ -149,7 +149,7 @@ class PublishedTokenizer(Tokenizer):
 
     def _make_engine(self) -> Any:
         """Return the tokenizer of the tokenizers library."""
-        tokenizers = library("the tokenizer of a published checkpoint", "tokenizers: `pip install lineate[serve]`")
+        tokenizers = library("the tokenizer of a published checkpoint")
         if JSON_FILE not in self._files:
             return engine_from_ranks(tokenizers, self._file(RANKS_FILE), self._files[RANKS_FILE], self._config)
         text = self._files[JSON_FILE].decode("utf-8", "replace")
@@ -167,7 +167,7 @@ class PublishedTokenizer(Tokenizer):
 
     def _add_tokens(self) -> None:
         """Add the tokens that tokenizer_config.json and special_tokens_map.json have and tokenizer.json lacks."""
-        tokenizers = library("the tokenizer of a published checkpoint", "tokenizers: `pip install lineate[serve]`")
+        tokenizers = library("the tokenizer of a published checkpoint")
         engine = self._engine
         known = engine.get_added_tokens_decoder()
         wanted = self._config.get("added_tokens_decoder") or {}

@@ -248,4 +248,4 @@ def _pieces(text: str) -> Iterator[str]:
 
 def _tokenizers() -> Any:
     """Import the optional library tokenizers."""
-    return library("a BPE tokenizer", "`pip install tokenizers`; or use tokenizer='bytes'")
+    return library("a BPE tokenizer", "train", ", or use tokenizer='bytes'")

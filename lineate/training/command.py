@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 from lineate.names import named_path, spelled, user_path
-from lineate.options import sign
+from lineate.options import add_command, sign
 from lineate.terminal import fail, print_anything
 from lineate.training.config import CONFIG_FILE, TrainConfig
 
@@ -30,7 +30,10 @@ def add_commands(app: "typer.Typer") -> None:
             run_train(given)
 
     _sign(train)
-    app.command()(train)
+    add_command(
+        app, train, "lineate train --data ~/texts --model small --steps 2000",
+        "lineate train --resume out/train --steps 4000",
+    )  # fmt: skip
 
 
 def run_train(given: dict[str, Any]) -> None:
@@ -98,6 +101,6 @@ def _sign(command: Any) -> None:
             kind = kind | None
         default = "" if shown is None else f" [default: {shown}]"
         flags = () if f.metadata["also"] is None else (f"--{f.name}", f.metadata["also"])
-        option = typer.Option(*flags, help=f.metadata["help"].replace("[", r"\[") + default.replace("[", r"\["))
+        option = typer.Option(*flags, help=f.metadata["help"] + default)
         hints[f.name] = Annotated[kind, option]
     sign(command, {name: (kind, None) for name, kind in hints.items()})

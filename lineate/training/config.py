@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from lineate.dtypes import full_name
 from lineate.names import closest
 
 CONFIG_FILE = "config.json"
@@ -88,6 +87,8 @@ class TrainConfig:
     tensorboard: bool = option(False, "Write events for TensorBoard.")
 
     def __post_init__(self) -> None:
+        from lineate.dtypes import full_name  # now, as it needs torch, which lineate train --help does not
+
         object.__setattr__(self, "dtype", full_name(self.dtype))
 
     def check(self) -> None:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lineate.extras import not_installed
 from lineate.terminal import console, printable
 from lineate.training.config import TrainConfig
 
@@ -243,7 +244,7 @@ def need_tensorboard() -> None:
     try:
         import torch.utils.tensorboard  # noqa: F401
     except ImportError:
-        raise ValueError("tensorboard=True needs the package tensorboard; run pip install tensorboard") from None
+        raise ValueError(not_installed("tensorboard=True", "tensorboard")) from None
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

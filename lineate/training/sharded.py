@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lineate.extras import not_installed
 from lineate.models.files.safetensors import CheckpointError, read_header, write_bytes
 from lineate.training.distributed import on_main
 
@@ -285,8 +286,7 @@ def _need_safetensors() -> None:
         import safetensors  # noqa: F401
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            "checkpoints of many ranks need the package safetensors, got none; run pip install safetensors",
-            name="safetensors",
+            not_installed("a checkpoint of many ranks", "safetensors"), name="safetensors"
         ) from None
 
 

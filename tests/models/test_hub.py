@@ -257,7 +257,7 @@ def test_without_the_library(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     for command in ("plan", "inspect", "generate"):
         done = lineate(command, NAME)
-        assert done.exit_code == 2 and "pip install huggingface_hub" in done.stderr
+        assert done.exit_code == 2 and "run pip install 'lineate[lm]'" in done.stderr
 
 
 @pytest.mark.slow

@@ -37,8 +37,8 @@ from lineate.planning import (
     teaching_of,
     variants,
 )
+from lineate.planning.formulas import taught_variants
 from lineate.planning.models import PLAIN_FAMILIES, mixed_ratio
-from lineate.planning.teaching import taught_variants
 
 
 def family_config(name: str, folder: Path) -> HybridConfig:

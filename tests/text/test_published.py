@@ -248,7 +248,9 @@ def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(kept)
     assert load_tokenizer(tmp_path).encode("x")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"pip install lineate\[serve\]"):
+    with pytest.raises(
+        ImportError, match=r"needs tokenizers, which is not installed; run pip install 'lineate\[serve\]'"
+    ):
         load_tokenizer(tmp_path)
 
 

@@ -109,5 +109,5 @@ def test_tokenizer_errors(bpe, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="is damaged"):
         load_tokenizer(tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"`pip install tokenizers`; or use tokenizer='bytes'"):
+    with pytest.raises(ImportError, match=r"pip install 'lineate\[train\]', or use tokenizer='bytes'"):
         make_tokenizer("bpe:300", ["text"])

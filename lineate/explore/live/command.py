@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lineate.extras import missing_module, not_installed
 from lineate.names import named_path, user_path
-from lineate.options import argument, option, parameters, sign
-from lineate.serving.command import NEEDED, allowed_hosts, is_local, listen
+from lineate.options import add_command, argument, option, parameters, sign
+from lineate.serving.command import allowed_hosts, is_local, listen
 from lineate.terminal import fail, printable
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def add_commands(app: "typer.Typer") -> None:
         run_explore(ExploreArguments(**given))
 
     sign(explore, parameters(ExploreArguments))
-    app.command()(explore)
+    add_command(app, explore, "lineate explore", "lineate explore out/train --no-browser --port 8101")
 
 
 def run_explore(asked: ExploreArguments) -> None:
@@ -60,10 +61,9 @@ def run_explore(asked: ExploreArguments) -> None:
         listening = listen(asked.host, asked.port)
         server = _prepare(asked)
     except ModuleNotFoundError as error:
-        module = (error.name or "").partition(".")[0]
-        if module not in NEEDED:
+        if (module := missing_module(error)) is None:
             raise
-        fail(f"lineate explore needs {module}, which is not installed; run pip install 'lineate[serve]'", 1)
+        fail(not_installed("lineate explore", module), 1)
     except (ValueError, OSError, ImportError) as error:
         fail(error, 2)
     listening.listen()  # a browser that comes before the server runs waits

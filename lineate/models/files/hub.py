@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from lineate.extras import not_installed
 from lineate.models.files.checkpoint import INDEX, SINGLE, Checkpoint, read_json
 from lineate.models.files.safetensors import LONGEST_HEADER, CheckpointError, Entry, make_entry
 from lineate.names import user_path
@@ -34,7 +35,7 @@ def fetch(name: str, patterns: list[str]) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise CheckpointError(
-            f"{name} is not a folder; fetching it from the hub needs huggingface_hub: pip install huggingface_hub"
+            f"{name} is not a folder; " + not_installed("fetching it from the hub", "huggingface_hub")
         ) from None
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
