@@ -5,7 +5,7 @@ by a call on a batch of as many rows, and the other way round. States are values
 the old one as it was, so that a sequence can be continued in several ways.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from threading import Lock
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lineate.sequences import locate
 
@@ -407,6 +408,53 @@ def join_lengths(parts: Sequence[tuple[int, int | Tensor]], device: torch.device
     lengths = (torch.full((rows,), n, device=device) if isinstance(n, int) else n for rows, n in parts)
     return torch.cat([x.to(device) for x in lengths])
 
+
+def _memory_leaves(state: Memory) -> tuple[list[Any], tuple[str, ...]]:
+    """Return the tensors of a state and their names; what a call may overwrite is left out, which costs only copies."""
+    return [*state.tensors.values(), state.seeds], state.names
+
+
+def _memory_of(leaves: Iterable[Any], names: tuple[str, ...]) -> Memory:
+    *tensors, seeds = leaves
+    return Memory(dict(zip(names, tensors, strict=True)), seeds=seeds)
+
+
+def _cache_leaves(state: TokenCache) -> tuple[list[Any], tuple[tuple[str, ...], bool]]:
+    """Return the tensors of a state and its lengths, None if all rows are full; and the names, and whether it is."""
+    lengths = None if isinstance(state.lengths, int | torch.SymInt) and state.lengths == state.n else state.lengths
+    return [*(state[name] for name in state.names), lengths], (state.names, lengths is None)
+
+
+def _cache_of(leaves: Iterable[Any], context: tuple[tuple[str, ...], bool]) -> TokenCache:
+    *tensors, lengths = leaves
+    return TokenCache(dict(zip(context[0], tensors, strict=True)), tensors[0].shape[1] if context[1] else lengths)
+
+
+def register_tree(
+    kind: type[Any],
+    leaves: Callable[[Any], tuple[list[Any], Any]],
+    made: Callable[[Iterable[Any], Any], Any],
+    keys: Callable[[Any], tuple[str, ...]],
+) -> None:
+    """Let torch.export and torch.func take states of a kind, and return them.
+
+    Args:
+        kind: the class.
+        leaves: returns a state's parts, and what else there is to say.
+        made: returns a state of them.
+        keys: returns the names of the parts, for messages of torch.
+    """
+
+    def named(state: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        parts, context = leaves(state)
+        return [(pytree.MappingKey(key), x) for key, x in zip(keys(state), parts, strict=True)], context
+
+    name = f"{kind.__module__}.{kind.__name__}"
+    pytree.register_pytree_node(kind, leaves, made, serialized_type_name=name, flatten_with_keys_fn=named)
+
+
+register_tree(Memory, _memory_leaves, _memory_of, lambda state: (*state.names, "seeds"))
+register_tree(TokenCache, _cache_leaves, _cache_of, lambda state: (*state.names, "lengths"))
 
 LayerState = Memory | TokenCache
 torch.serialization.add_safe_globals([Memory, TokenCache, _Buffer])  # so that torch.load accepts a saved state

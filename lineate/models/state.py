@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lineate.layers import LayerState
-from lineate.layers.state import join_lengths
+from lineate.layers.state import join_lengths, register_tree
 
 
 @dataclass(frozen=True)
@@ -74,4 +75,13 @@ def _join(states: tuple[LayerState, ...]) -> LayerState:
     return type(states[0]).join(states)  # type: ignore[arg-type]
 
 
+def _leaves(state: ModelState) -> tuple[list[Any], None]:
+    return [state.layers, state.lengths], None
+
+
+def _state_of(leaves: Iterable[Any], context: None) -> ModelState:
+    return ModelState(*leaves)
+
+
+register_tree(ModelState, _leaves, _state_of, lambda state: ("layers", "lengths"))
 torch.serialization.add_safe_globals([ModelState])  # so that torch.load accepts a saved state

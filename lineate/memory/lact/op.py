@@ -140,7 +140,7 @@ def _run(
     tokens: tuple[Tensor, ...], state: Mapping[str, Tensor], position: int, chunk: int, muon: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Run rows that all stand at this position; tokens `n t h ...`, t may be 0."""
-    if transformed():
+    if transformed() or torch.compiler.is_exporting():  # an exported graph has gradients of its own
         return _walk(tokens, _filled(state), position, chunk, muon)
     n, t, h = tokens[0].shape[:3]
 
