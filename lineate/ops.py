@@ -8,13 +8,11 @@ says what would run.
 Dtypes. q, k and v of different dtypes are converted to the one that torch promotes them to; the output has v's own.
 Gates may have any dtype. A first state of another floating dtype is converted to float32 (float64 for float64 inputs).
 
-Gradients. Every op differentiates backwards. Inside torch.func (vmap, grad, jvp, ...) and forward mode every form runs
-torch's own functions, which differentiate any number of times; elsewhere only form="recurrent" and "parallel"
-differentiate twice.
+Gradients. Every op differentiates backwards. Inside torch.func (vmap, grad, jvp, ...) and forward mode all forms run
+torch's own functions, which differentiate any number of times; elsewhere only "recurrent" and "parallel" do, twice.
 
-Checks. On a GPU, neither the values of cu_seqlens nor log_decay <= 0 are checked, because reading values would wait
-for the device. log_decay is also not checked inside torch.func, and in the compiled "recurrent" and "parallel" forms of
-the torch backend.
+Checks. On a GPU neither the values of cu_seqlens nor log_decay <= 0 are checked, as reading them would wait for it.
+log_decay is not checked inside torch.func and in the torch backend's compiled "recurrent" and "parallel" forms either.
 
 Autocast changes no result and no first derivative of these ops, wherever the backward runs. The one exception is
 the torch backend's compiled "recurrent" and "parallel" forms, whose backward runs in autocast's dtype.
@@ -27,7 +25,6 @@ from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
@@ -40,6 +37,7 @@ from lineate.forms.parallel import attention_matrix as _attention_matrix
 from lineate.forms.parallel import parallel
 from lineate.forms.recurrent import recurrent
 from lineate.forms.softmax import KeyValueCache, softmax
+from lineate.hints import OF_OPS, hinted
 from lineate.native import ops as native_ops
 from lineate.precision import full_precision_backward
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule, compute_dtype, full_precision
@@ -70,6 +68,7 @@ class AttendedStates(NamedTuple):
     """`b n hv k v`: the memory after every so many tokens; `n hv k v` for packed sequences, one after the other."""
 
 
+@hinted(OF_OPS)
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -126,6 +125,7 @@ def linear_attention(
     return Attended(divide_by_last(output, given.dtype) if normalize else output.to(given.dtype), state)
 
 
+@hinted(OF_OPS)
 def gated_linear_attention(
     q: Tensor,
     k: Tensor,
@@ -163,6 +163,7 @@ def gated_linear_attention(
     return _attend(GATED_LINEAR, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
 
 
+@hinted(OF_OPS)
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -202,6 +203,7 @@ def delta_rule(
     return _attend(DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
 
 
+@hinted(OF_OPS)
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -242,6 +244,7 @@ def gated_delta_rule(
     return _attend(GATED_DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
 
 
+@hinted(OF_OPS)
 def kimi_delta_attention(
     q: Tensor,
     k: Tensor,
@@ -480,7 +483,7 @@ def _feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> Callable[[Ten
     if callable(feature_map):
         return feature_map
     checks.check_choice("feature_map", feature_map, ("identity", "elu+1"))
-    return None if feature_map == "identity" else lambda x: F.elu(x) + 1
+    return None if feature_map == "identity" else lambda x: torch.nn.functional.elu(x) + 1
 
 
 def with_ones(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

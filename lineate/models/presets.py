@@ -1,7 +1,9 @@
 """Configurations with a name: sizes to train, and the shapes of published models."""
 
 from collections.abc import Callable
+from dataclasses import fields
 
+from lineate.hints import hinted
 from lineate.layers.linear import KIMI_DELTA_KIND
 from lineate.models.config import (
     AttentionConfig,
@@ -126,6 +128,13 @@ PRESETS: dict[str, Callable[..., HybridConfig]] = {
 }  # fmt: skip
 
 
+_FIELDS = {
+    x.name: f"it is a field of HybridConfig: write dataclasses.replace(preset(...), {x.name}=...)"
+    for x in fields(HybridConfig)
+}
+
+
+@hinted(_FIELDS)
 def preset(name: str, pattern: str | None = None, vocab_size: int | None = None) -> HybridConfig:
     """Return a configuration by name.
 

@@ -396,7 +396,7 @@ CALLS: list[tuple[str, Op, Arguments, type[Exception], str]] = [
      "pass log(decay), or -exp(A_log) * softplus(x)"),
     # the signature: no **kwargs, and options by name only
     ("misspelt keyword", GATED_DELTA.op, arguments(chunksize=64), TypeError,
-     "gated_delta_rule() got an unexpected keyword argument 'chunksize'"),
+     "gated_delta_rule() has no argument 'chunksize'; did you mean 'chunk_size'?"),
 ]  # fmt: skip
 
 
