@@ -59,6 +59,9 @@ def build_app() -> "typer.Typer":
             ),
         ] = None,
     ) -> None:
+        from lineate.native.build import speak_once
+
+        speak_once()
         _import_modules(modules or [])
 
     def demo(

@@ -278,7 +278,7 @@ def resolve_scale(scale: float | None, key_dim: int) -> float:
 @constant_in_graphs
 def _no_native() -> str | None:
     """Return why the native backend cannot run on this machine, or None; compile it the first time."""
-    return why_not()
+    return why_not("rules")
 
 
 @constant_in_graphs

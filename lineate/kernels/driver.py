@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from lineate.native.build import Code, NativeUnavailable, load
+from lineate.native.build import load
+from lineate.native.compiler import Code, NativeUnavailable
 
 MAP_BYTES = 128
 """The bytes of a CUtensorMap, a descriptor of TMA."""

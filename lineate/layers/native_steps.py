@@ -91,7 +91,7 @@ def _serves(x: Tensor) -> bool:
         return False
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _has_any_global_hook():
         return False
-    return are_unchanged() and available()
+    return are_unchanged() and available("products")
 
 
 def record_mixer(norm: nn.Module, mixer: nn.Module) -> Recorded | None:

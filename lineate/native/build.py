@@ -1,89 +1,121 @@
-"""Compiles the C files for this machine once, keeps the result, and loads it."""
+"""Keeps the compiled C files of this machine, one library a subject, and loads them; compiles what is missing."""
 
 import ctypes
 import functools
 import hashlib
 import os
 import platform
-import shutil
 import stat
 import subprocess
-import tempfile
-import time
+import sys
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 from lineate import folders
-
-
-class Code(NamedTuple):
-    """C files that make one library."""
-
-    name: str
-    """How the names of its libraries begin."""
-    sources: tuple[Path, ...]
-    headers: tuple[Path, ...] = ()
-
+from lineate.native.compiler import (
+    Code,
+    NativeUnavailable,
+    alone,
+    clean,
+    compile_library,
+    compiler_command,
+    find_compiler,
+    remove,
+)
 
 _FOLDER = Path(__file__).parent
-NATIVE = Code(
-    "native",
-    tuple(
-        _FOLDER / f"{name}.c"
-        for name in ("choice", "chunkwise", "float8", "halves", "layers", "rounding", "small", "step", "threads")
+
+
+def _code(subject: str, sources: str, headers: str) -> Code:
+    files = (tuple(_FOLDER / name for name in names.split()) for names in (sources, headers))
+    return Code(f"native-{subject}", *files)
+
+
+SUBJECTS = {
+    "rules": _code("rules", "chunkwise.c", ""),
+    "layers": _code("layers", "convolution.c layers.c threads.c", "threads.h vectors.h"),
+    "products": _code(
+        "products",
+        "choice.c float8.c halves.c product.c rounding.c small.c step.c threads.c",
+        "product_avx512.h product_neon.h products.h small_neon.h threads.h vectors.h",
     ),
-    tuple(
-        _FOLDER / f"{name}.h"
-        for name in ("product_avx512", "product_neon", "products", "small_neon", "threads", "vectors")
-    ),
-)
-"""The native backend."""
-_FLAGS = (
-    "-O3", "-std=c11", "-D_GNU_SOURCE", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
-    # Tuned for some processors (Sapphire Rapids), gcc fuses products into the sums of some loops and not of others, so
-    # that one row would have other bits than the same row among eight.
-    "--param=avoid-fma-max-bits=0",
-)  # fmt: skip
-_LINK = ("-fPIC", "-shared", "-pthread")
+}
+"""The libraries of the native backend; each is compiled when it is first needed: the forms of the rules; what is around
+them in a layer; products of few rows and with quantised weights, decoding steps and the choice of tokens."""
+_FUNCTIONS = {
+    **dict.fromkeys(("forward", "backward", "recurrent"), "rules"),
+    **dict.fromkeys(("convolution", "convolution_backward", "norm", "norm_backward", "glu", "glu_backward"), "layers"),
+    **dict.fromkeys(("product", "combine", "small", "small_rows", "round", "step", "choose"), "products"),
+}
+_SWITCHED_OFF = "it is switched off by LINEATE_NATIVE=0"
 
 
-class NativeUnavailable(RuntimeError):
-    """Raised if the C code cannot be built or loaded here; the message says why."""
-
-
-def available() -> bool:
-    """Whether the native backend can run here (this compiles it the first time)."""
-    return why_not() is None
+def available(*subjects: str) -> bool:
+    """Whether these libraries, or all, can run here; this compiles them the first time."""
+    return why_not(*subjects) is None
 
 
 @functools.cache
-def why_not() -> str | None:
-    """Return why the native backend cannot run here, or None if it can."""
+def why_not(*subjects: str) -> str | None:
+    """Return why these libraries, or all, cannot run here, or None if they can; several are compiled in parallel.
+
+    Args:
+        subjects: names of SUBJECTS.
+    """
+    wanted = subjects or tuple(SUBJECTS)
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        reasons = [x for x in pool.map(_obstacle, wanted) if x is not None]
+    reason = reasons[0] if reasons else None
+    if reason is not None and reason != _SWITCHED_OFF:
+        _command.say(reason)
+    return reason
+
+
+def _obstacle(subject: str) -> str | None:
     try:
-        library()
+        library(subject)
     except NativeUnavailable as reason:
         return str(reason)
     return None
 
 
+class _Command:
+    """What the command line says once on stderr; a program that imports lineate asks lineate.explain instead."""
+
+    def __init__(self) -> None:
+        self.speaks = False
+
+    def say(self, reason: str) -> None:
+        """Print in one line that plain torch runs, and why, at the first call."""
+        if self.speaks:
+            self.speaks = False
+            slower = "ops on this CPU run in plain torch, which is several times slower (8 and 4 bits: in float32)"
+            print(f"lineate: {slower}: {reason.splitlines()[0]}", file=sys.stderr, flush=True)
+
+
+_command = _Command()
+
+
+def speak_once() -> None:
+    """Let this process, which runs a command, say in one line on stderr if the C code is needed and cannot run."""
+    _command.speaks = os.environ.get("RANK", "0") == "0"
+
+
 @functools.cache
-def library() -> ctypes.CDLL:
-    """Return the compiled C code of the native backend, or raise NativeUnavailable."""
+def library(subject: str) -> ctypes.CDLL:
+    """Return a compiled library of SUBJECTS, or raise NativeUnavailable."""
     if os.environ.get("LINEATE_NATIVE", "1") == "0":
-        raise NativeUnavailable("it is switched off by LINEATE_NATIVE=0")
-    return load(NATIVE)
+        raise NativeUnavailable(_SWITCHED_OFF)
+    return load(SUBJECTS[subject])
 
 
 def load(code: Code) -> ctypes.CDLL:
     """Return compiled C code, or raise NativeUnavailable."""
     if os.name != "posix":
         raise NativeUnavailable(f"it needs a POSIX system, got {platform.system()}")
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise NativeUnavailable("no C compiler was found; install gcc or clang, or set CC")
-    return load_or_build(compiler_command(compiler), _cache_folder(), code)
+    return load_or_build(compiler_command(find_compiler()), _cache_folder(), code)
 
 
 @functools.cache
@@ -93,44 +125,48 @@ def c_function(name: str) -> Callable[[bytes], int]:
     Args:
         name: of the function, without its prefix.
     """
-    function = library()[f"lineate_{name}"]
+    function = library(_FUNCTIONS[name])[f"lineate_{name}"]
     function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
     return function
 
 
-def compiler_command(compiler: str) -> list[str]:
-    """Return the command that compiles for this machine, without the names of files.
-
-    Args:
-        compiler: the compiler, and options of the user's behind it.
-    """
-    machine = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    return [*compiler.split(), *_FLAGS, machine, *_LINK]
-
-
-def load_or_build(command: list[str], folder: Path, code: Code = NATIVE) -> ctypes.CDLL:
+def load_or_build(command: list[str], folder: Path, code: Code) -> ctypes.CDLL:
     """Return the library that this compiler command makes; compile it unless the folder has a complete copy.
 
-    A kept file is named native-<fingerprint of what it is made of>-<sha256 of the file>.so (native: the code's name),
-    so that a file cut short does not match its name, and one rename puts the file and its checksum in place.
+    A kept file is named <code's name>-<fingerprint of what it is made of>-<sha256 of the file>.so, so that a file cut
+    short does not match its name, and one rename puts the file and its checksum in place.
     """
-    start = _prefix(command, code)
-    _clean(folder)
+    start = prefix(command, code)
+    clean(folder)
+    found = _kept(folder, start, warn=True)
+    if isinstance(found, ctypes.CDLL):
+        return found
+    with alone(folder, start):
+        again = _kept(folder, start, warn=False)  # another process may have compiled it meanwhile
+        if isinstance(again, ctypes.CDLL):
+            return again
+        try:
+            built = compile_library(command, folder, start, code)
+            for file in found:
+                if file != built:
+                    remove(file)
+            return _load(built)
+        except _Unfit as reason:  # another program has changed the folder
+            raise NativeUnavailable(f"the compiled code in {folder} is not loaded: {reason}") from None
+
+
+def _kept(folder: Path, start: str, warn: bool) -> ctypes.CDLL | list[Path]:
+    """Return the library of the folder, or the files that have its name and must not be loaded."""
     unfit = []
     for file in sorted(folder.glob(start + "*.so")):
         try:
             return _load(file)
         except _Unfit as reason:
-            warnings.warn(f"{file} is not loaded: {reason}; it is compiled anew", RuntimeWarning, stacklevel=2)
+            if warn:
+                message = f"{file} is not loaded: {reason}; it is compiled anew"
+                warnings.warn(message, RuntimeWarning, stacklevel=3)
             unfit.append(file)
-    try:
-        built = compile_library(command, folder, start, code)
-        for file in unfit:
-            if file != built:
-                _remove(file)
-        return _load(built)
-    except _Unfit as reason:  # another program has changed the folder
-        raise NativeUnavailable(f"the compiled code in {folder} is not loaded: {reason}") from None
+    return unfit
 
 
 class _Unfit(Exception):
@@ -191,7 +227,7 @@ def _alone_in(group: int) -> bool:
     return found.gr_name == own and set(found.gr_mem) <= {own}
 
 
-def _prefix(command: list[str], code: Code) -> str:
+def prefix(command: list[str], code: Code) -> str:
     """Return how the names of the libraries begin that this command makes."""
     return f"{code.name}-{_fingerprint(command, code)}-"
 
@@ -200,6 +236,14 @@ def _fingerprint(command: list[str], code: Code) -> str:
     """Return a digest of the sources, the compiler and the processor: several machines may share a home folder."""
     digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in (*code.sources, *code.headers)))
     digest.update("\0".join(command).encode())
+    digest.update(_machine(tuple(command)))
+    return digest.hexdigest()[:20]
+
+
+@functools.cache
+def _machine(command: tuple[str, ...]) -> bytes:
+    """Return what tells compilers and processors apart."""
+    digest = hashlib.sha256()
     try:
         digest.update(subprocess.run([*command, "--version"], capture_output=True, timeout=30).stdout)
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -208,7 +252,7 @@ def _fingerprint(command: list[str], code: Code) -> str:
         )
     except (OSError, subprocess.TimeoutExpired):
         digest.update(platform.processor().encode())
-    return digest.hexdigest()[:20]
+    return digest.digest()
 
 
 def _cache_folder() -> Path:
@@ -228,82 +272,3 @@ def _cache_folder() -> Path:
         warnings.warn(f"{message}; until then plain torch runs, which is slower", RuntimeWarning, stacklevel=2)
         raise NativeUnavailable(message)
     return folder
-
-
-_LONGEST = 300
-"""Seconds after which a compiler is stopped."""
-_BUILDING = "building-"
-"""The prefix of the temporary folders in which a compiler works."""
-
-
-def _clean(folder: Path) -> None:
-    """Remove what killed compilers left; keep younger folders, which a running compiler may use."""
-    for left in (*folder.glob(_BUILDING + "*"), *folder.glob("tmp*.so")):
-        try:
-            if time.time() - left.lstat().st_mtime > 2 * _LONGEST:
-                _remove(left)
-        except OSError:  # another process was quicker
-            continue
-
-
-def _remove(path: Path) -> None:
-    """Remove a file or folder, as far as we are allowed to."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-        return
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        return
-
-
-def compile_library(command: list[str], folder: Path, start: str | None = None, code: Code = NATIVE) -> Path:
-    """Build in a temporary folder, write the result to the disk and rename it, so that no process sees half a file.
-
-    Several processes may do so at a time; each has its own folder, and the last one's file stays.
-
-    Args:
-        command: the compiler's, of compiler_command.
-        folder: the cache folder.
-        start: how the library's name begins; None: as load_or_build looks for it.
-        code: what is compiled.
-    """
-    start = _prefix(command, code) if start is None else start
-    try:
-        work = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=folder))
-    except OSError as error:
-        raise NativeUnavailable(
-            f"the cache folder is not writable: {error}; set LINEATE_CACHE to one that is"
-        ) from error
-    built = work / "native.so"
-    try:
-        done = subprocess.run(
-            [*command, *map(str, code.sources), "-o", str(built), "-lm"],
-            capture_output=True,
-            text=True,
-            timeout=_LONGEST,
-            env={**os.environ, "TMPDIR": str(work)},
-        )
-        if done.returncode:
-            raise NativeUnavailable(f"{command[0]} failed: {(done.stderr or done.stdout).strip()[-600:]}")
-        with built.open("rb") as content:
-            digest = hashlib.file_digest(content, "sha256").hexdigest()
-            os.fchmod(content.fileno(), stat.S_IMODE(os.fstat(content.fileno()).st_mode) & 0o755)
-            os.fsync(content.fileno())
-        file = folder / f"{start}{digest}.so"
-        os.replace(built, file)
-        _sync(folder)
-        return file
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailable(f"{command[0]} could not run: {error}") from error
-    finally:
-        _remove(work)
-
-
-def _sync(folder: Path) -> None:
-    """Write a folder's names to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -38,7 +38,7 @@ def choose(logits: Tensor, options: Options, positions: Tensor) -> Tensor | None
         options: Those of each row.
         positions: The index of each row's token in its sequence, ints `rows`.
     """
-    if why_not() is not None or not logits.numel():
+    if why_not("products") is not None or not logits.numel():
         return None
     logits = logits.float()
     if logits.stride(1) != 1 or is_virtual(logits):

@@ -17,7 +17,7 @@ MOST_TAPS = 4
 """The most taps of a convolution in C; torch runs larger ones."""
 ACTIVATIONS = ("", "silu", "sigmoid")
 
-_CONVOLUTION = struct.Struct("24q")  # Conv, Norm and Glu in layers.c
+_CONVOLUTION = struct.Struct("24q")  # Conv in convolution.c; Norm and Glu in layers.c
 _NORM = struct.Struct("23q2dq")
 _GLU = struct.Struct("9q")
 
@@ -32,7 +32,7 @@ def serves(*tensors: Tensor | None) -> bool:
 
 @constant_in_graphs
 def _ready() -> bool:
-    return why_not() is None
+    return why_not("layers", "rules") is None  # a model needs both, which are compiled in parallel
 
 
 def _dense(x: Tensor) -> Tensor:

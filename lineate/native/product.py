@@ -29,7 +29,7 @@ def _most_rows() -> int:
 MOST_ROWS = _most_rows()
 """The most rows of x; for more, torch multiplies, even if blocks of the matrix are widened for it."""
 
-_PRODUCT = struct.Struct("10q")  # Product in layers.c
+_PRODUCT = struct.Struct("10q")  # Product in product.c
 _KINDS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -51,7 +51,7 @@ def combine(x: Tensor, weight: Tensor) -> Tensor | None:
 
 
 def _run(entry: str, x: Tensor, weight: Tensor, width: int) -> Tensor | None:
-    if not (weight.dtype in _KINDS and weight.stride(1) == 1) or why_not() is not None:
+    if not (weight.dtype in _KINDS and weight.stride(1) == 1) or why_not("products") is not None:
         return None
     if weight.is_neg() or weight._is_zerotensor() or x._is_zerotensor():  # their memory does not hold their values
         return None

@@ -32,7 +32,7 @@ def half_product(x: Tensor, weight: Tensor) -> Tensor | None:
     """
     if x.shape[1] != weight.shape[1] or not x.is_cpu or not weight.is_contiguous():
         return None
-    if why_not() is not None:
+    if why_not("products") is not None:
         return None
     y, failed = _run(x.float(), weight.data_ptr(), 0, weight.shape[0], 16, 1)
     return None if failed else y

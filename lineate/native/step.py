@@ -113,7 +113,7 @@ _NO_SUCH_ROW = 2
 
 
 def _run(step: _Step) -> bool:
-    failed = library().lineate_step(ctypes.byref(step))
+    failed = library("products").lineate_step(ctypes.byref(step))
     if failed not in (0, _NO_SUCH_ROW):
         raise MemoryError(f"no memory for the scratch space of a step of {step.rows} rows and {step.hidden} channels")
     return not failed

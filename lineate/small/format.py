@@ -194,7 +194,7 @@ def _scales(groups: Tensor, bits: int) -> Tensor:
         largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))  # ... rows groups 1
         scales = (largest / divisors).half()
     zero = 1 << (bits - 1)
-    if groups.is_cpu and groups.numel() and is_eager(groups) and available():
+    if groups.is_cpu and groups.numel() and is_eager(groups) and available("products"):
         best = native.best_scales(groups.contiguous(), scales.float(), zero)
     else:
         best = _best_scales(groups, scales.float(), zero)

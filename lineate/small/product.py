@@ -13,6 +13,7 @@ from torch import Tensor
 from lineate.native import small as native
 from lineate.native.build import available
 from lineate.registrar import register_op
+from lineate.small.expanded import expanded
 from lineate.small.format import FORMATS, GROUP, TILE, are_floating, decode, decode_rows
 from lineate.tracing import in_memory, is_eager, transformed
 
@@ -133,7 +134,7 @@ def looked_up(codes: Tensor, scales: Tensor, ids: Tensor, rows: int, dtype: torc
         from lineate.kernels.layers import small_products  # triton, at its first use
 
         return small_products.decoded_rows(small_products.Codes(codes, scales, rows), ids, dtype)
-    if codes.is_cpu and is_eager(codes, scales, ids) and not are_floating(scales) and available():
+    if codes.is_cpu and is_eager(codes, scales, ids) and not are_floating(scales) and available("products"):
         flat = ids.reshape(-1).to("cpu", torch.int64).contiguous()
         made = native.rows(codes.contiguous(), scales.contiguous(), flat)
         return made.view(*ids.shape, made.shape[1]).to(dtype)
@@ -158,9 +159,11 @@ def _forward(x: Tensor, codes: Tensor, scales: Tensor, rows: int) -> Tensor:
         weight = small_products.Codes(codes, scales.contiguous(), rows)
         y = small_products.linear(flat.contiguous(), weight, _float8.get() > 0)
         return y.view(*x.shape[:-1], rows)
-    if x.is_cpu and x.dtype is not torch.float64 and flat.shape[0] and available():
+    if x.is_cpu and x.dtype is not torch.float64 and flat.shape[0] and available("products"):
         bits = codes.shape[-3]
         y = native.product(flat.float(), codes.contiguous(), scales.contiguous(), rows, bits, are_rounded())
+    elif x.is_cpu and x.dtype is not torch.float64 and (copy := expanded(codes, scales, rows)) is not None:
+        y = F.linear(flat.float(), copy)
     else:
         wide = torch.float64 if x.dtype is torch.float64 else torch.float32
         y = torch.empty(flat.shape[0], rows, dtype=wide, device=x.device)

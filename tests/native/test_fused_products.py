@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lineate.native import build, product
+from lineate.native.compiler import compiler_command
 
 COMPILER = shutil.which("gcc")
 pytestmark = pytest.mark.skipif(os.name != "posix" or COMPILER is None, reason="needs a POSIX system and gcc")
@@ -16,7 +17,7 @@ TUNED = f"{COMPILER} --param=avoid-fma-max-bits=512"
 
 
 def test_the_own_flag_comes_after_the_tuning():
-    command = build.compiler_command(TUNED)
+    command = compiler_command(TUNED)
     own = next(n for n, word in enumerate(command) if word == "--param=avoid-fma-max-bits=0")
     assert own > command.index("--param=avoid-fma-max-bits=512")
 
@@ -24,7 +25,7 @@ def test_the_own_flag_comes_after_the_tuning():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_of_a_row_with_that_tuning(dtype, tmp_path_factory, monkeypatch):
-    code = build.load_or_build(build.compiler_command(TUNED), tmp_path_factory.getbasetemp())
+    code = build.load_or_build(compiler_command(TUNED), tmp_path_factory.getbasetemp(), build.SUBJECTS["products"])
 
     def c_function(name: str):
         found = code[f"lineate_{name}"]

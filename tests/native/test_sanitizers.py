@@ -21,6 +21,7 @@ from lineate.layers.convolution import short_convolution
 from lineate.layers.feed import glu
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.native import build, layers
+from lineate.native.compiler import compile_library, compiler_command
 from lineate.native.product import combine
 from lineate.native.product import product as multiply
 from lineate.small import quantize, rounded_activations
@@ -152,7 +153,9 @@ def test_sanitizers_report_nothing(tmp_path):
     if subprocess.run(tried, capture_output=True).returncode:
         pytest.skip("needs gcc with -fsanitize=address,undefined")
     # Compiled here: in the other process the compiler would be watched, too.
-    build.compile_library(build.compiler_command(str(cc)), tmp_path)
+    command = compiler_command(str(cc))
+    for code in build.SUBJECTS.values():
+        compile_library(command, tmp_path, build.prefix(command, code), code)
     environment = {
         **os.environ,
         "CC": str(cc),
