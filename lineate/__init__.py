@@ -6,6 +6,7 @@ out, state = lineate.gated_delta_rule(q2, k2, v2, log_decay2, beta2, state=state
 
 from typing import TYPE_CHECKING
 
+import lineate.waiting  # noqa: F401  # before torch is loaded
 from lineate.lazy import first_use
 
 if TYPE_CHECKING:

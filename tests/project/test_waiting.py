@@ -1,0 +1,45 @@
+"""How torch's threads wait in commands, and that a program that imports lineate keeps its own settings."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lineate
+from lineate.waiting import SPINS, spin_briefly
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["python", "/usr/bin/lineate", "train"], SPINS),
+        (["python", "-u", "-m", "lineate.cli", "train"], SPINS),
+        (["python", "train.py", "--out", "x/lineate"], None),
+        (["python", "-c", "import lineate"], None),
+        (["python", "-m", "pytest"], None),
+    ],
+)
+def test_commands_spin_briefly(words, found):
+    environment: dict[str, str] = {}
+    spin_briefly(words, environment)
+    assert environment.get("GOMP_SPINCOUNT") == found
+
+
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
+def test_the_users_settings_win(name):
+    environment = {name: "active"}
+    spin_briefly(["lineate", "train"], environment)
+    assert environment == {name: "active"}
+
+
+def test_it_is_set_before_torch_is_loaded(tmp_path):
+    """The folder's own torch notes what it finds, and ends the process."""
+    (tmp_path / "torch.py").write_text("import os\nprint(os.environ.get('GOMP_SPINCOUNT'), flush=True)\nos._exit(0)\n")
+    paths = os.pathsep.join((str(tmp_path), str(Path(lineate.__file__).parents[1])))
+    variables = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    for words, found in ((["-m", "lineate.cli"], SPINS), (["-c", "import lineate"], "None")):
+        command = [sys.executable, *words]
+        done = subprocess.run(command, env={**variables, "PYTHONPATH": paths}, capture_output=True, text=True)
+        assert done.stdout.strip() == found
