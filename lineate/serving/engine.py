@@ -266,8 +266,8 @@ class Engine:
         """Accept no more requests, and return when the engine has ended; answers are not read again any more.
 
         Args:
-            drain: Whether submitted requests are finished first; otherwise they are cancelled.
-            timeout: Seconds after which the remaining requests are cancelled; None: never.
+            drain: Whether submitted requests are finished first; otherwise they end at once, as "shutdown".
+            timeout: Seconds after which the remaining requests end as "shutdown"; None: never.
         """
         self.close()
         until = None if timeout is None else time.monotonic() + timeout
@@ -282,7 +282,7 @@ class Engine:
             jobs = list(self._batch.jobs)  # one copy: the engine's thread changes it meanwhile
             handles = [x.handle for x in self._waiting] + [x.handle for x in jobs]
         for handle in handles:
-            handle.cancel()
+            handle.shut_down()
         if self._thread is None:
             while self._busy():
                 self.step()

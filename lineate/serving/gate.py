@@ -13,7 +13,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lineate.serving.api.errors import ApiError, internal, queue_full, unavailable
+from lineate.serving.api.errors import ApiError, internal, queue_full, shutting_down
 from lineate.serving.api.responses import GONE, answer
 
 LOG = logging.getLogger("lineate.serving")
@@ -144,7 +144,7 @@ class Gate:
                 message = f"the Host header must name this server; {self._remedy} allows another name"
                 raise ApiError(403, message, code="host_not_allowed")
         if counted and self._traffic.draining:
-            raise unavailable("the server is shutting down and takes no new requests", "shutting_down")
+            raise shutting_down("the server is shutting down and takes no new requests")
         if counted and self._traffic.active > self._most:
             raise queue_full(1)
 

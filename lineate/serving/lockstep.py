@@ -148,8 +148,8 @@ class Lockstep:
         """Accept no more requests, and return when the engines of all ranks have ended; see Engine.stop.
 
         Args:
-            drain: Whether submitted requests are finished first; otherwise they are cancelled.
-            timeout: Seconds after which the remaining requests are cancelled; None: never.
+            drain: Whether submitted requests are finished first; otherwise they end at once, as "shutdown".
+            timeout: Seconds after which the remaining requests end as "shutdown"; None: never.
         """
         with self._changed:
             if not self._closed:

@@ -104,7 +104,8 @@ class Event:
         tokens: New tokens.
         logprobs: One entry for each new token, if the request asks for them.
         finished: None while the continuation goes on; else why it ended: "stop" (a stop token, the guide, or
-            Handle.stop), "length" (max_new_tokens), "cancelled", "timeout" or "error".
+            Handle.stop), "length" (max_new_tokens), "cancelled" (Handle.cancel), "shutdown" (Engine.stop ended it),
+            "timeout" or "error".
         error: What went wrong, if finished is "error".
         cached_tokens: How many tokens of the prompt were not read, because their state was kept.
         prompt: The log-probabilities of the prompt's tokens after the first, in a first event, if they were asked for.
@@ -221,6 +222,10 @@ class Handle:
             index: Which continuation; None: all.
         """
         self._end(index, "cancelled")
+
+    def shut_down(self) -> None:
+        """End all continuations because the engine stops; nothing of them is kept."""
+        self._end(None, "shutdown")
 
     def stop(self, index: int | None = None) -> None:
         """End one continuation, or all, as a stop token would: its state is kept for the next turn.

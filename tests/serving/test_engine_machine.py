@@ -152,7 +152,7 @@ class EngineMachine(RuleBasedStateMachine):
             for n, found in enumerate(handle.result(0)):
                 sampling = replace(request.sampling, seed=request.sampling.seed + n)
                 whole = alone(self.pattern, request.ids, sampling, MOST)
-                assert found.finished in ("length", "cancelled", "stop"), found
+                assert found.finished in ("length", "cancelled", "shutdown", "stop"), found
                 assert len(found.tokens) == request.max_new_tokens or found.finished != "length"
                 assert tuple(found.tokens) == whole[: len(found.tokens)], (request, found)
         self.checked += len(self.handles)

@@ -286,6 +286,6 @@ def test_stopping_the_engine(drain):
     engine.stop(drain=drain, timeout=60)
     for handle in handles:
         (found,) = handle.result(0)
-        assert found.finished == "length" or (not drain and found.finished == "cancelled")
+        assert found.finished == "length" or (not drain and found.finished == "shutdown")
         assert tuple(found.tokens) == whole(handle)[: len(found.tokens)]
     assert (engine.stats.running, len(engine.pool)) == (0, 0)

@@ -242,7 +242,10 @@ def test_draining_cancels_what_runs_too_long(engine, tokenizer):
         until(lambda: engine.made == 3)
         server.server.drain()
         text = rest(sent)
-        assert '"finish_reason":"length"' in text and '"stopped_by":"shutdown"' in text and "data: [DONE]" in text
+        assert '"finish_reason":"shutdown"' in text and '"stopped_by":"shutdown"' in text
+        assert '"finish_reason":"length"' not in text
+        error, done = [line for line in text.splitlines() if line.startswith("data: ")][-2:]
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down" and done == "data: [DONE]"
         server.thread.join(30)
         assert not server.thread.is_alive() and engine.running == 0
 

@@ -118,7 +118,7 @@ class ScriptedEngine:
     def stop(self, drain: bool = True, timeout: float | None = None) -> None:
         self._closed = True
         for handle in self.handles:
-            handle.cancel()
+            handle.shut_down()
         until(lambda: self.running == 0, "the end of all requests")
 
     def _run(self, handle: Handle) -> None:

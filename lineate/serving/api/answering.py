@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lineate.serving.api.errors import shutting_down
 from lineate.serving.api.foreign import HEADER
 from lineate.serving.api.responses import GONE, EventStream, answer, unless_gone
 from lineate.serving.api.running import Running
@@ -48,12 +49,19 @@ class Answering(ABC):
         """Send the answer, with the names of the fields that were ignored, and free what it holds however it ends."""
         headers = {HEADER: ", ".join(ignored)} if ignored else {}
         if stream:
-            return EventStream(self.chunks(), self._service.limits, self.close, headers)
+            return EventStream(self._whole_or_error(), self._service.limits, self.close, headers)
         try:
             body = await unless_gone(request.receive, self.whole())
         finally:
             self.close()
         return Response(status_code=GONE) if body is None else answer(body, headers=headers)
+
+    async def _whole_or_error(self) -> AsyncIterator[dict[str, Any] | None]:
+        """Yield the chunks; raise ApiError after the last one if a shutdown has cut the answer short."""
+        async for chunk in self.chunks():
+            yield chunk
+        if self._running.counts.stopped_by == "shutdown":
+            raise shutting_down("the server is shutting down; the answer is not complete")
 
     def close(self) -> None:
         """Free what still runs, and count the tokens once."""

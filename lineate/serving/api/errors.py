@@ -66,6 +66,11 @@ def unavailable(message: str, code: str, seconds: int = 5) -> ApiError:
     return ApiError(503, message, SERVER, code=code, retry_after=seconds)
 
 
+def shutting_down(message: str) -> ApiError:
+    """Return the error of a server that takes no new requests, or has ended one because it shuts down."""
+    return unavailable(message, "shutting_down")
+
+
 def internal(request_id: str) -> ApiError:
     """Return the error of our own faults: the log has the reason under this id, the client does not."""
     return ApiError(500, f"the server failed to answer request {request_id}", SERVER, code="internal_error")

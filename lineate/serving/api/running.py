@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lineate.serving.api.errors import ApiError, internal, invalid, unavailable
+from lineate.serving.api.errors import ApiError, internal, invalid, shutting_down, unavailable
 from lineate.serving.api.guides import NOT_FOLLOWED
 from lineate.serving.api.service import Service
 from lineate.serving.api.tools import MARKERS
@@ -30,7 +30,7 @@ class Piece:
     prompt: tuple[TokenLogprob, ...] | None = None
     """The log-probabilities of the prompt's tokens after the first, in the first piece, if they were asked for."""
     finish: str | None = None
-    """ "stop" or "length", if the choice has ended."""
+    """ "stop", "length" or "shutdown", if the choice has ended."""
 
 
 @dataclass
@@ -190,12 +190,14 @@ class Running:
         finish = "stop" if met else event.finished
         if met and event.finished is None:
             handle.stop(event.index)
-        if finish in ("cancelled", "timeout"):
+        if finish in ("shutdown", "timeout"):
             if not choice.tokens:
                 choice.done = True
                 raise _unanswered(finish)
-            self.counts.stopped_by = "time" if finish == "timeout" else "shutdown"
-            finish = "length"
+            if finish == "shutdown":
+                self.counts.stopped_by = "shutdown"
+            else:
+                self.counts.stopped_by, finish = self.counts.stopped_by or "time", "length"
         choice.done = finish is not None
         if not shown and finish is None and not event.logprobs and event.prompt is None:
             return None
@@ -239,7 +241,7 @@ def _unanswered(finish: str) -> ApiError:
     """Return the error of a request that ended before its first token."""
     if finish == "timeout":
         return unavailable("the request waited longer than the server's time limit", "timeout")
-    return unavailable("the server is shutting down", "shutting_down")
+    return shutting_down("the server is shutting down")
 
 
 def _hidden_markers(tokenizer: Tokenizer) -> dict[int, str]:
