@@ -29,12 +29,14 @@ class Limits:
     """Messages of one chat."""
     tools: int = 128
     """Tools of one request."""
+    values: int = 2**17
+    """Values in the JSON of a body, besides the ids of prompts."""
     biases: int = 1024
     """Entries of logit_bias."""
     grammar_bytes: int = 256 * 2**10
-    """Bytes of a JSON schema."""
+    """Bytes of a JSON schema, of the schemas of the tools that must be called, and of the grammar made from them."""
     ids: int = 2**20
-    """Ids that /detokenize takes at once."""
+    """Ids that /detokenize takes, and /tokenize returns, at once."""
     head_seconds: float = 30.0
     """Seconds in which the head of a request must have arrived."""
     idle_seconds: int = 75

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from lineate.extras import not_installed
 from lineate.models.files.companions import write_file
+from lineate.text.bounded import TooManyTokens, check_pieces
 from lineate.text.chat import CHAT_FILE, DEFAULT_TEMPLATE, ChatTemplate
 from lineate.text.shield import Shield
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from lineate.text.longest import TokenBound
 
 KIND_FILE = "tokenizer_kind.json"
 JSON_FILE = "tokenizer.json"
@@ -36,6 +39,8 @@ class Tokenizer(ABC):
     """How a conversation becomes a text, if the tokenizer's folder says so."""
     longest_strip: int = 0
     """How many spaces at the beginning of a text `decode` leaves out at most."""
+    bound: "TokenBound | None" = None
+    """A number of tokens that a text has at least; None if only encoding it can tell."""
 
     @abstractmethod
     def encode_many(self, texts: Sequence[str]) -> "list[np.ndarray]":
@@ -95,11 +100,43 @@ class Tokenizer(ABC):
             ids += [self.end] * (n > 0) + (self.encode(part) if part else [])
         return ids
 
+    def encode_within(self, text: str, most: int, rendered: bool = False) -> list[int]:
+        """Return the ids of a text that has at most `most`; raise TooManyTokens, soon, for any other.
+
+        The work is bounded by the limit, not by the text, as bounded.py says.
+
+        Args:
+            text: The text.
+            most: The most tokens.
+            rendered: Whether special tokens within the text count as such, as in `encode_rendered`.
+        """
+        self._check_least(text, most)
+        check_pieces(text, most, lambda part: self._independent(part, rendered))
+        ids = self.encode_rendered(text) if rendered else self.encode(text)
+        if len(ids) > most:
+            raise TooManyTokens(most, len(ids), True)
+        return ids
+
+    def _check_least(self, text: str, most: int) -> None:
+        """Raise TooManyTokens if a text has more than `most` tokens, however it is encoded."""
+        if self.bound is not None and (least := self.bound.least(text, most)) > most:
+            raise TooManyTokens(most, least)
+
+    def _independent(self, text: str, rendered: bool) -> tuple[int, int] | None:
+        """Return the tokens and the characters of a beginning of a text whose tokens do not depend on the rest of it.
+
+        Args:
+            text: The text, and more may follow it.
+            rendered: Whether special tokens within it count as such.
+        """
+        return None
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        most_tokens: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
         """Return the ids of a conversation, in which only the template makes special tokens, never what it is given.
@@ -110,6 +147,7 @@ class Tokenizer(ABC):
             messages: The messages, each with a role and its content.
             tools: Descriptions of functions that the model may call, as JSON schemas.
             add_generation_prompt: Whether the ids end with the beginning of the assistant's answer.
+            most_tokens: If given, a conversation with more raises TooManyTokens, as `encode_within` does.
             kwargs: More variables of the template, such as enable_thinking.
         """
         shield = Shield(self.special_texts, (messages, tools, kwargs))
@@ -117,8 +155,16 @@ class Tokenizer(ABC):
         more = {name: shield.cover(value) for name, value in kwargs.items()}
         text = template.render(shield.cover(messages), tools and shield.cover(tools), add_generation_prompt, **more)
         ids = [] if self.chat is not None else list(self.start)
+        if most_tokens is None:
+            for part, covered in shield.parts(text):
+                ids += self.encode(part) if covered else self.encode_rendered(part)
+            return ids
+        self._check_least(shield.without_marks(text), most_tokens)
         for part, covered in shield.parts(text):
-            ids += self.encode(part) if covered else self.encode_rendered(part)
+            try:
+                ids += self.encode_within(part, most_tokens - len(ids), not covered)
+            except TooManyTokens as error:
+                raise TooManyTokens(most_tokens, len(ids) + error.least) from None
         return ids
 
     def decode(self, ids: Sequence[int], keep_special: bool = False) -> str:

@@ -16,7 +16,9 @@ from lineate.models.files.companions import (
 )
 from lineate.models.files.safetensors import CheckpointError, parse_json
 from lineate.text.base import JSON_FILE, KIND_FILE, Tokenizer, library, utf8, vocabulary_bytes
+from lineate.text.bounded import MARGIN
 from lineate.text.chat import CHAT_FILE, read_chat
+from lineate.text.longest import token_bound
 from lineate.text.ranks import RANKS_FILE, engine_from_ranks
 
 if TYPE_CHECKING:
@@ -59,7 +61,10 @@ class PublishedTokenizer(Tokenizer):
         self.identity = self._hash()
         added = self._engine.get_added_tokens_decoder()
         self._special = {token: x.content for token, x in added.items() if x.special}
-        self._bytes, self.longest_strip = self._spell(vocabulary, {token: x.content for token, x in added.items()})
+        whole = json.loads(self._engine.to_str())
+        spelled = self._spell(whole, vocabulary, {token: x.content for token, x in added.items()})
+        self._bytes, self.longest_strip = spelled
+        self.bound = token_bound(whole, self._bytes)
         names = {role: text for role in NAMED if (text := self._named(role)) is not None}
         self.chat = read_chat(folder, self._files, names)
         self._ends = self._find_ends(vocabulary, names)
@@ -144,6 +149,17 @@ class PublishedTokenizer(Tokenizer):
         with _no_panic(self._where):
             return [x.ids for x in engine.encode_batch_fast(list(texts), add_special_tokens=False)]
 
+    def _independent(self, text: str, rendered: bool) -> tuple[int, int] | None:
+        utf8(text)
+        with _no_panic(self._where):
+            engine = self._engine if rendered else self._plain
+            found = engine.encode_batch([text], add_special_tokens=False)[0]  # encode would hold the interpreter's lock
+        for at in range(len(text) - MARGIN, max(0, len(text) - MARGIN - 64), -1):  # a normaliser may drop characters
+            if (word := found.char_to_word(at)) is not None:
+                characters, tokens = found.word_to_chars(word), found.word_to_tokens(word)
+                return None if not characters or not tokens or not characters[0] else (tokens[0], characters[0])
+        return None
+
     def save(self, folder: Path) -> None:
         write_companions(Path(folder), {name: data for name, data in self._files.items() if name != "config.json"})
 
@@ -203,9 +219,11 @@ class PublishedTokenizer(Tokenizer):
             )
         return {int(key): x for key, x in value.items()}
 
-    def _spell(self, vocabulary: Mapping[str, int], added: Mapping[int, str]) -> tuple[dict[int, bytes], int]:
+    def _spell(
+        self, whole: Mapping[str, Any], vocabulary: Mapping[str, int], added: Mapping[int, str]
+    ) -> tuple[dict[int, bytes], int]:
         """Return the bytes of every token that is not special, and how many spaces a text may lose at its start."""
-        decoder = json.loads(self._engine.to_str()).get("decoder") or {}
+        decoder = whole.get("decoder") or {}
         parts = decoder.get("decoders", ()) if decoder.get("type") == "Sequence" else (decoder,)
         kinds = {part.get("type"): part for part in parts}
         strip, spell = 0, vocabulary_bytes

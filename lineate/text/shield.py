@@ -14,6 +14,8 @@ from lineate.text.chat import ChatError
 
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 """Code points that are no characters and mean nothing in any text."""
+PART_CHARACTERS = 2**17
+"""Characters that are searched at once."""
 
 
 class Shield:
@@ -28,8 +30,8 @@ class Shield:
         self._special = sorted((text for text in special if text), key=len, reverse=True)
         self._pattern = re.compile("(" + "|".join(map(re.escape, self._special)) + ")") if self._special else None
         self._firsts = {text[0] for text in self._special}
-        used = {letter for text in _texts(values) for letter in text if "\ufdd0" <= letter <= "\ufdef"}
-        self._mark = next((mark for mark in MARKS if mark not in used), "")
+        texts = [*_texts(values)]
+        self._mark = next((mark for mark in MARKS if not any(mark in text for text in texts)), "")
         if not self._mark:
             raise ChatError("messages must leave one of the code points U+FDD0 .. U+FDEF unused, got all of them")
 
@@ -40,6 +42,10 @@ class Shield:
         if isinstance(value, Mapping):
             return {self._cover_key(key): self.cover(x) for key, x in value.items()}
         return [self.cover(x) for x in value] if isinstance(value, list | tuple) else value
+
+    def without_marks(self, text: str) -> str:
+        """Return a rendered text without marks."""
+        return text.replace(self._mark, "")
 
     def parts(self, text: str) -> Iterator[tuple[str, bool]]:
         """Yield the parts of a rendered text without marks, and whether special tokens in them are ordinary text."""
@@ -67,12 +73,23 @@ class Shield:
     def _cover_text(self, text: str) -> str:
         if self._pattern is None:
             return text
-        found = {match.start() for match in re.finditer(f"(?={self._pattern.pattern})", text)}
-        for n in range(max(0, len(text) - len(self._special[0]) + 1), len(text)):
-            if text[n] in self._firsts and any(x.startswith(text[n:]) for x in self._special):
-                found.add(n)
-        bounds = [0, *(n + 1 for n in sorted(found)), len(text)]
-        return self._mark.join(text[a:b] for a, b in pairwise(bounds))
+        begun = [
+            n + 1
+            for n in range(max(0, len(text) - len(self._special[0]) + 1), len(text))
+            if text[n] in self._firsts and any(x.startswith(text[n:]) for x in self._special)
+        ]
+        if begun:
+            text = self._mark.join(text[a:b] for a, b in pairwise([0, *begun, len(text)]))
+        if self._spells(self._pattern, text):
+            for special in self._special:
+                while special in text:  # twice where one overlaps with itself
+                    text = text.replace(special, special[0] + self._mark + special[1:])
+        return text
+
+    def _spells(self, pattern: re.Pattern[str], text: str) -> bool:
+        """Whether a text has a special token; it is searched in parts, between which other threads may run."""
+        reach = PART_CHARACTERS + len(self._special[0])
+        return any(pattern.search(text, at, at + reach) for at in range(0, len(text), PART_CHARACTERS))
 
 
 def _texts(value: Any) -> Iterator[str]:

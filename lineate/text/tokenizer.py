@@ -17,6 +17,7 @@ from lineate.models.files.hub import TEXTS, fetch, is_hub_name
 from lineate.names import user_path
 from lineate.text.base import END_TEXT, JSON_FILE, KIND_FILE, Tokenizer, library, utf8, vocabulary_bytes
 from lineate.text.chat import read_chat
+from lineate.text.longest import TokenBound
 from lineate.text.published import PublishedTokenizer
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Bytes(Tokenizer):
     name = identity = "bytes"
     vocab_size = 257
     end = 256
+    bound = TokenBound.of([END_TEXT.encode()])
 
     def encode_many(self, texts: Sequence[str]) -> "list[np.ndarray]":
         import numpy as np
@@ -83,6 +85,7 @@ class BPE(Tokenizer):
         self.vocab_size, self.end = len(ids), ids[END_TEXT]
         self._bytes = [vocabulary_bytes(token) for token in sorted(ids, key=ids.__getitem__)]
         self._bytes[self.end] = b""
+        self.bound = TokenBound.of([END_TEXT.encode(), *self._bytes])
 
     def __reduce__(self) -> Any:
         state = {} if self.chat is None else {"chat": self.chat}
@@ -105,6 +108,13 @@ class BPE(Tokenizer):
     def token_bytes(self, token: int) -> bytes:
         self._check(token)
         return self._bytes[token]
+
+    def _independent(self, text: str, rendered: bool) -> tuple[int, int] | None:
+        cuts = [x.start() for x in _CUT.finditer(text)]
+        if not cuts:
+            return None
+        part = text[: cuts[-1]]
+        return len(self.encode_rendered(part) if rendered else self.encode(part)), cuts[-1]
 
     def save(self, folder: Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)

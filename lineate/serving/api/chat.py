@@ -8,18 +8,23 @@ from starlette.responses import Response
 
 from lineate.serving.api.answering import Answering
 from lineate.serving.api.calls import Called
-from lineate.serving.api.fields import parse
+from lineate.serving.api.fields import Fields
 from lineate.serving.api.responses import read_body
 from lineate.serving.api.running import Piece, Running, chat_logprobs
 from lineate.serving.api.schemas import ChatCall, read_chat
-from lineate.serving.api.service import Service
+from lineate.serving.api.service import Prompt, Service
 from lineate.serving.api.tools import AnswerParser, Said
 
 
 async def chat(service: Service, request: Request) -> Response:
     """Answer a request to /v1/chat/completions."""
-    call = read_chat(parse(await read_body(request, service.limits)), service.server)
-    prompt = await service.work(lambda: service.chat_prompt(call))
+
+    def prepared(fields: Fields) -> tuple[ChatCall, Prompt]:
+        call = read_chat(fields, service.server)
+        return call, service.chat_prompt(call)
+
+    call, prompt = await service.prepare(await read_body(request, service.limits), prepared)
+    (prompt,) = await service.guided([prompt])
     wanted = service.request(prompt, call.wanted, service.limits.default_new_tokens, "messages")
     stops = (*call.wanted.stops, *service.chat_stops)
     running = Running(service, [wanted], stops, bool(call.tools or prompt.reasoning), "messages")

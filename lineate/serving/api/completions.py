@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lineate.serving.api.answering import Answering
-from lineate.serving.api.fields import parse
+from lineate.serving.api.fields import Fields
 from lineate.serving.api.responses import read_body
 from lineate.serving.api.running import Piece, Running, TextLogprobs
 from lineate.serving.api.schemas import CompletionCall, read_completion
@@ -17,9 +17,14 @@ from lineate.serving.api.service import Prompt, Service, with_seed
 
 async def complete(service: Service, request: Request) -> Response:
     """Answer a request to /v1/completions."""
-    call = read_completion(parse(await read_body(request, service.limits)), service.server)
-    wanted = call.wanted
-    prompts = await service.work(lambda: [service.text_prompt(prompt, wanted) for prompt in call.prompts])
+
+    def prepared(fields: Fields) -> tuple[CompletionCall, list[Prompt]]:
+        call = read_completion(fields, service.server)
+        return call, [service.text_prompt(prompt, call.wanted) for prompt in call.prompts]
+
+    body = await read_body(request, service.limits)
+    call, prompts = await service.prepare(body, prepared, service.limits.choices * service.server.most_prompt)
+    prompts, wanted = await service.guided(prompts), call.wanted
     requests = [
         service.request(prompt, with_seed(wanted, n * wanted.n), None, "prompt") for n, prompt in enumerate(prompts)
     ]

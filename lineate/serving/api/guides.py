@@ -21,6 +21,8 @@ NOT_FOLLOWED = "the grammar cannot be followed"
 """How the message of a guide begins that fails while tokens are generated."""
 KEPT = 64
 """Compiled grammars that are kept."""
+MOST_OPTIONAL = 500
+"""Optional properties of one object: llguidance can follow no more, and compiling takes the square of their number."""
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n]{0,16}"}
 """White space between the parts of JSON is bounded, so that a model cannot write nothing else for ever."""
 
@@ -110,7 +112,25 @@ class Grammars:
 
         schema = {"type": "object"} if wanted.schema is None else wanted.schema
         schema = {key: value for key, value in schema.items() if key != "x-guidance"}  # options are the server's
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+        text = json.dumps(schema)
+        self.check_size(text, wanted.param)
+        _check_properties(schema, wanted.param)
+        return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+
+    def check_size(self, text: str, param: str) -> None:
+        """Raise ApiError if schemas, or a grammar, are too long to be compiled.
+
+        Args:
+            text: The schemas or the grammar.
+            param: The field that an error names.
+        """
+        if len(text) > self._most_bytes:
+            raise invalid(param, f"{param} must have at most {self._most_bytes} bytes, got {len(text)}")
+
+    def has(self, grammar: str) -> bool:
+        """Whether a grammar was compiled lately, so that its guide is there at once."""
+        with self._lock:
+            return grammar in self._kept
 
     def after_reasoning(self, grammar: str) -> str:
         """Return a grammar that allows any text up to </think>, and then what the given one allows."""
@@ -128,8 +148,7 @@ class Grammars:
         """
         from llguidance import LLMatcher
 
-        if len(grammar) > self._most_bytes:
-            raise invalid(param, f"{param} must have at most {self._most_bytes} bytes, got {len(grammar)}")
+        self.check_size(grammar, param)
         with self._lock:
             if (matcher := self._kept.get(grammar)) is not None:
                 self._kept.move_to_end(grammar)
@@ -147,6 +166,23 @@ class Grammars:
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         return Guide(matcher.deep_copy(), grammar)
+
+
+def _check_properties(schema: Any, param: str) -> None:
+    """Refuse objects with more optional properties than a grammar can offer, before it takes seconds to compile."""
+    ahead = [schema]
+    while ahead:
+        value = ahead.pop()
+        ahead += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        properties = value.get("properties") if isinstance(value, dict) else None
+        if not isinstance(properties, dict) or len(properties) <= MOST_OPTIONAL:
+            continue
+        required = value.get("required")
+        named = {x for x in required if isinstance(x, str)} if isinstance(required, list) else ()
+        optional = sum(name not in named for name in properties)
+        if optional > MOST_OPTIONAL:
+            most = f"at most {MOST_OPTIONAL} properties that are not required in one object"
+            raise invalid(param, f"{param} must be a schema with {most}, got {optional}", "invalid_schema")
 
 
 def _reason(matcher: "LLMatcher") -> str:

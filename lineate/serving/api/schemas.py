@@ -363,7 +363,7 @@ def _template_options(fields: Fields) -> dict[str, Any]:
     given = fields.child("chat_template_kwargs")
     options = {} if given is None else dict(given.value)
     _check_size(options)
-    for name in ("self", "messages", "tools", "add_generation_prompt"):
+    for name in ("self", "messages", "tools", "add_generation_prompt", "most_tokens"):
         if name in options:
             raise invalid("chat_template_kwargs", f"chat_template_kwargs must not have {name!r}", "invalid_value")
     effort = fields.word("reasoning_effort", ("none", "minimal", "low", "medium", "high", "xhigh"))

@@ -1,22 +1,24 @@
 """What the endpoints share: the engine, the tokenizer, the template, the limits; and prompts as ids."""
 
-import asyncio
 import json
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from lineate.generation.choice import Sampling
+from lineate.serving.api.bodies import check_values
 from lineate.serving.api.errors import ApiError, invalid, queue_full, too_long, unavailable
+from lineate.serving.api.fields import Fields, parse
 from lineate.serving.api.guides import Grammars, Guide
+from lineate.serving.api.lanes import Lanes
 from lineate.serving.api.schemas import ChatCall, Server, Wanted
 from lineate.serving.api.tools import THINK, THOUGHT, calls_grammar, form_of
 from lineate.serving.limits import Limits
 from lineate.serving.metrics import Metrics
 from lineate.serving.requests import EngineStopped, Event, Handle, QueueFull, Request, TooLong
 from lineate.text.base import Tokenizer
+from lineate.text.bounded import TooManyTokens
 from lineate.text.chat import DEFAULT_STOPS, ChatError
 
 Made = TypeVar("Made")
@@ -80,6 +82,8 @@ class Prompt:
     guide: Guide | None = None
     reasoning: str = ""
     """ "open", "maybe" or "", as AnswerParser takes it."""
+    grammar: tuple[str, str] | None = None
+    """What the answer must keep to, and the field that says so; `guided` makes the guide of it."""
 
 
 class Service:
@@ -106,41 +110,74 @@ class Service:
         source = "" if tokenizer.chat is None else tokenizer.chat.source + (tokenizer.chat.tool_source or "")
         self._form = form_of(source)
         self._thinks = THOUGHT in source
-        self._threads = ThreadPoolExecutor(2, "lineate-prompts")
+        self._lanes = Lanes()
 
     def close(self) -> None:
         """Let the threads end."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._lanes.close()
 
-    async def work(self, made: Callable[[], Made]) -> Made:
-        """Run what takes long, such as reading a prompt's text, beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, made)
+    async def prepare(self, body: bytes, made: Callable[[Fields], Made], ids: int = 0) -> Made:
+        """Read a body, and run what makes a prompt of it, beside the event loop; long ones do not delay short ones.
+
+        Args:
+            body: The body.
+            made: Takes its fields.
+            ids: The most ids that it may have, besides other values.
+        """
+
+        def prepared() -> Made:
+            check_values(body, self.limits.values + ids)
+            return made(parse(body))
+
+        return await self._lanes.prepare(prepared, len(body))
+
+    async def guided(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return prompts with guides for their grammars, which are compiled in a thread of their own."""
+        wanted = [prompt.grammar for prompt in prompts if prompt.grammar is not None]
+        if not wanted:
+            return [*prompts]
+
+        def made() -> list[Prompt]:
+            return [x if x.grammar is None else replace(x, guide=self.grammars.guide(*x.grammar)) for x in prompts]
+
+        known = all(self.grammars.has(grammar) for grammar, _ in wanted)
+        return await (self._lanes.prepare(made, 0) if known else self._lanes.compile(made))
 
     def text_prompt(self, prompt: str | tuple[int, ...], wanted: Wanted) -> Prompt:
         """Return the prompt of /v1/completions; ids are taken as they are."""
-        ids = (*self.tokenizer.start, *self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
-        self._check_length(ids, "prompt")
-        return Prompt(ids, self._format_guide(wanted, ""))
+        if isinstance(prompt, str):
+            start = self.tokenizer.start
+            most = max(0, self.server.most_prompt - len(start))
+            try:
+                prompt = (*start, *self.tokenizer.encode_within(prompt, most))
+            except TooManyTokens as error:
+                raise self._too_long("prompt", len(start) + error.least, error.exact) from None
+        self._check_length(prompt, "prompt")
+        return Prompt(prompt, grammar=self._format_grammar(wanted, ""))
 
     def chat_prompt(self, call: ChatCall) -> Prompt:
         """Return the prompt of /v1/chat/completions; what must be JSON or a call gets a guide."""
-        ids = self.chat_ids(call.messages, call.tools, call.options)
+        try:
+            ids = self.chat_ids(call.messages, call.tools, call.options, self.server.most_prompt)
+        except TooManyTokens as error:
+            raise self._too_long("messages", error.least, error.exact) from None
         self._check_length(ids, "messages")
         ending = self.tokenizer.decode(ids[-8:], keep_special=True).rstrip()
         reasoning = "" if not self._thinks else "open" if ending.endswith(THINK) else "maybe"
-        guide = self._format_guide(call.wanted, reasoning)
+        grammar = self._format_grammar(call.wanted, reasoning)
         if call.named or call.tool_choice == "required":
             own = [x for x in call.tools if not call.named or x["function"]["name"] == call.tool_choice]
-            grammar = calls_grammar(self._form, own, call.parallel, self._encode_marker)
-            guide = self._guide(grammar, "tools", reasoning)
-        return Prompt(ids, guide, reasoning)
+            self.grammars.check_size(json.dumps(own), "tools")
+            made = calls_grammar(self._form, own, call.parallel, self._encode_marker)
+            grammar = self._grammar(made, "tools", reasoning)
+        return Prompt(ids, None, reasoning, grammar)
 
     def chat_ids(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], options: dict[str, Any]
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], options: dict[str, Any], most: int
     ) -> tuple[int, ...]:
-        """Return the ids of a chat, in which only the template makes control tokens."""
+        """Return at most so many ids of a chat, in which only the template makes control tokens; or TooManyTokens."""
         try:
-            return tuple(self.tokenizer.encode_chat(messages, tools or None, **options))
+            return tuple(self.tokenizer.encode_chat(messages, tools or None, most_tokens=most, **options))
         except ChatError as error:
             where = None if self.tokenizer.chat is None else self.tokenizer.chat.where
             message = str(error) if where is None else str(error).replace(where, "the chat template")
@@ -191,18 +228,20 @@ class Service:
         """Raise if there is nothing to read, or no room for one more token."""
         if not ids:
             raise invalid(param, f"{param} must have at least one token, got none", "invalid_value")
-        if len(ids) > (most := self.server.most_prompt):
-            raise too_long(f"{param} must have at most {most} tokens, got {len(ids)}", param)
+        if len(ids) > self.server.most_prompt:
+            raise self._too_long(param, len(ids), True)
 
-    def _format_guide(self, wanted: Wanted, reasoning: str) -> Guide | None:
+    def _too_long(self, param: str, tokens: int, exact: bool) -> ApiError:
+        got = f"{'' if exact else 'at least '}{tokens}"
+        return too_long(f"{param} must have at most {self.server.most_prompt} tokens, got {got}", param)
+
+    def _format_grammar(self, wanted: Wanted, reasoning: str) -> tuple[str, str] | None:
         if wanted.format is None:
             return None
-        return self._guide(self.grammars.json(wanted.format), wanted.format.param, reasoning)
+        return self._grammar(self.grammars.json(wanted.format), wanted.format.param, reasoning)
 
-    def _guide(self, grammar: str, param: str, reasoning: str) -> Guide:
-        if reasoning == "open":
-            grammar = self.grammars.after_reasoning(grammar)
-        return self.grammars.guide(grammar, param)
+    def _grammar(self, grammar: str, param: str, reasoning: str) -> tuple[str, str]:
+        return self.grammars.after_reasoning(grammar) if reasoning == "open" else grammar, param
 
     def _encode_marker(self, text: str) -> list[int]:
         return self.tokenizer.encode_rendered(text)

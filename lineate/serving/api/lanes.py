@@ -1,0 +1,88 @@
+"""Threads that prepare requests: short bodies, long ones and grammars do not wait for each other."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from lineate.serving.api.errors import queue_full
+
+LONG_BYTES = 64 * 2**10
+"""Bytes of a body above which it is prepared in the lane of long ones."""
+WAITING = 128
+"""Requests that may wait for a lane in which one takes long; more get 429."""
+REST, LONGEST_REST = 2.0, 0.25
+"""How long the lane of long bodies rests before the next one, as a multiple of what the last one took, and at most, in
+seconds. Reading JSON and rendering a template hold the interpreter's lock, which the engine and all other requests
+need: so they have it for most of the time, however many long bodies there are."""
+
+Made = TypeVar("Made")
+
+
+class Lanes:
+    """Two threads for short bodies, one for long ones, and one for grammars.
+
+    Args:
+        waiting: Requests that may wait for each of the last two.
+        clock: Returns seconds.
+        sleep: Waits for seconds.
+    """
+
+    def __init__(
+        self,
+        waiting: int = WAITING,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._waiting, self._clock, self._sleep = waiting, clock, sleep
+        self._short = ThreadPoolExecutor(2, "lineate-prompts")
+        self._long = ThreadPoolExecutor(1, "lineate-long-prompts")
+        self._grammars = ThreadPoolExecutor(1, "lineate-grammars")
+        self._counts: dict[ThreadPoolExecutor, int] = {self._long: 0, self._grammars: 0}
+        self._rests_until = float("-inf")
+
+    async def prepare(self, made: Callable[[], Made], size: int) -> Made:
+        """Run what reads a body, or the text in it; raise ApiError if too many long ones wait.
+
+        Args:
+            made: What is to be run.
+            size: The bytes of the body.
+        """
+        if size <= LONG_BYTES:
+            return await asyncio.get_running_loop().run_in_executor(self._short, made)
+        return await self._queued(self._long, lambda: self._rested(made))
+
+    async def compile(self, made: Callable[[], Made]) -> Made:
+        """Run what compiles a grammar; raise ApiError if too many wait.
+
+        Args:
+            made: What is to be run.
+        """
+        return await self._queued(self._grammars, made)
+
+    def close(self) -> None:
+        """Let the threads end."""
+        for lane in (self._short, self._long, self._grammars):
+            lane.shutdown(wait=False, cancel_futures=True)
+
+    async def _queued(self, lane: ThreadPoolExecutor, made: Callable[[], Made]) -> Made:
+        if self._counts[lane] > self._waiting:
+            raise queue_full(1)
+        self._counts[lane] += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(lane, made)
+        finally:
+            self._counts[lane] -= 1
+
+    def _rested(self, made: Callable[[], Made]) -> Made:
+        """Run one after a rest; its answer does not wait for the next rest."""
+        rest = self._rests_until - self._clock()
+        if rest > 0:
+            self._sleep(rest)
+        began = self._clock()
+        try:
+            return made()
+        finally:
+            ended = self._clock()
+            self._rests_until = ended + min(REST * (ended - began), LONGEST_REST)

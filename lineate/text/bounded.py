@@ -1,0 +1,61 @@
+"""Texts that may be far too long: ids up to a limit, without encoding what lies behind it.
+
+Three steps, each of which never refuses a text that has few enough tokens:
+
+1. A text whose bytes the limit's tokens cannot hold is refused without encoding any of it (longest.py).
+2. A text with many characters for each token of the limit is first encoded piece by piece, until the pieces have
+   clearly more tokens than the limit. A piece ends where the tokenizer cuts texts into words, MARGIN characters before
+   the end of what was encoded, so that its tokens do not depend on what follows; what a tokenizer adds to each piece is
+   within the slack. A tokenizer that does not cut texts into words encodes a whole text that passed the first step.
+3. What is left is encoded whole, as if there were no limit, and its tokens are counted.
+
+So a text costs no more than the encoding of about twice the limit's tokens, or of a few characters a token.
+"""
+
+from collections.abc import Callable
+
+PIECE_CHARACTERS = 2**15
+"""Characters that are encoded before the tokens are counted."""
+MARGIN = 1024
+"""Characters at the end of a piece whose tokens are not counted: they could be others in the whole text."""
+PLENTY = 8
+"""Characters a token, above which a text is encoded in pieces first; ordinary text has three to five."""
+
+Piece = Callable[[str], tuple[int, int] | None]
+"""Returns how many tokens a beginning of a text has that do not depend on what follows, and its characters; or None if
+no beginning is known to be independent."""
+
+
+class TooManyTokens(ValueError):
+    """A text has more tokens than it may have.
+
+    Args:
+        most: The most tokens that it may have.
+        least: A number of tokens that it has at least.
+        exact: Whether it has no more than that.
+    """
+
+    def __init__(self, most: int, least: int, exact: bool = False) -> None:
+        super().__init__(f"the text must have at most {most} tokens, got {'' if exact else 'at least '}{least}")
+        self.most, self.least, self.exact = most, least, exact
+
+
+def check_pieces(text: str, most: int, piece: Piece) -> None:
+    """Raise TooManyTokens if the pieces of a text have clearly more tokens than `most`.
+
+    Args:
+        text: The text.
+        most: The most tokens.
+        piece: Counts the tokens of a beginning.
+    """
+    if len(text) <= PIECE_CHARACTERS + PLENTY * most:
+        return
+    count, start, size, enough = 0, 0, PIECE_CHARACTERS, most + most // 8 + 64
+    while len(text) - start > size:
+        found = piece(text[start : start + size])
+        if found is None:
+            size *= 4  # one word
+            continue
+        count, start, size = count + found[0], start + found[1], PIECE_CHARACTERS
+        if count > enough:
+            raise TooManyTokens(most, count)
