@@ -131,6 +131,10 @@ class Service:
 
         return await self._lanes.prepare(prepared, len(body))
 
+    async def work(self, made: Callable[[], Made]) -> Made:
+        """Run something short beside the event loop."""
+        return await self._lanes.prepare(made, 0)
+
     async def guided(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return prompts with guides for their grammars, which are compiled in a thread of their own."""
         wanted = [prompt.grammar for prompt in prompts if prompt.grammar is not None]
