@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from lineate.extras import not_installed
 from lineate.models.files.companions import write_file
-from lineate.text.bounded import TooManyTokens, check_pieces
+from lineate.text.bounded import TokenBound, TooManyTokens, check_pieces
 from lineate.text.chat import CHAT_FILE, DEFAULT_TEMPLATE, ChatTemplate
 from lineate.text.shield import Shield
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from lineate.text.longest import TokenBound
 
 KIND_FILE = "tokenizer_kind.json"
 JSON_FILE = "tokenizer.json"
@@ -39,7 +38,7 @@ class Tokenizer(ABC):
     """How a conversation becomes a text, if the tokenizer's folder says so."""
     longest_strip: int = 0
     """How many spaces at the beginning of a text `decode` leaves out at most."""
-    bound: "TokenBound | None" = None
+    bound: TokenBound | None = None
     """A number of tokens that a text has at least; None if only encoding it can tell."""
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 Three steps, each of which never refuses a text that has few enough tokens:
 
-1. A text whose bytes the limit's tokens cannot hold is refused without encoding any of it (longest.py).
+1. A text whose bytes the limit's tokens cannot hold is refused without encoding any of it (TokenBound).
 2. A text with many characters for each token of the limit is first encoded piece by piece, until the pieces have
    clearly more tokens than the limit. A piece ends where the tokenizer cuts texts into words, MARGIN characters before
    the end of what was encoded, so that its tokens do not depend on what follows; what a tokenizer adds to each piece is
@@ -12,7 +12,8 @@ Three steps, each of which never refuses a text that has few enough tokens:
 So a text costs no more than the encoding of about twice the limit's tokens, or of a few characters a token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 PIECE_CHARACTERS = 2**15
 """Characters that are encoded before the tokens are counted."""
@@ -20,6 +21,9 @@ MARGIN = 1024
 """Characters at the end of a piece whose tokens are not counted: they could be others in the whole text."""
 PLENTY = 8
 """Characters a token, above which a text is encoded in pieces first; ordinary text has three to five."""
+
+BLOCK = 2**16
+"""Characters that are counted at a time."""
 
 Piece = Callable[[str], tuple[int, int] | None]
 """Returns how many tokens a beginning of a text has that do not depend on what follows, and its characters; or None if
@@ -59,3 +63,58 @@ def check_pieces(text: str, most: int, piece: Piece) -> None:
         count, start, size = count + found[0], start + found[1], PIECE_CHARACTERS
         if count > enough:
             raise TooManyTokens(most, count)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBound:
+    """The longest tokens of a tokenizer, from which follows a number of tokens that a text has at least.
+
+    A token of n bytes counts 1/n for each of them, and a byte counts the least that it counts in any token: then the
+    bytes of each token count at most 1 together, and those of a text at most as much as it has tokens.
+
+    Args:
+        longest: The most characters of any text that one token can stand for.
+        by_byte: For each byte the bytes of the longest token that has it, 256; None if a normaliser changes texts.
+        ascii_only: Whether a normaliser may change texts that are not ASCII.
+    """
+
+    longest: int
+    by_byte: tuple[int, ...] | None
+    ascii_only: bool
+
+    @staticmethod
+    def of(tokens: Iterable[bytes], shrinks: int = 1, by_bytes: bool = True, ascii_only: bool = False) -> "TokenBound":
+        """Return the bound of a vocabulary in which every byte of a text is part of a token.
+
+        Args:
+            tokens: The bytes of each token, those of special tokens included.
+            shrinks: Characters of a text for each byte that is encoded.
+            by_bytes: Whether the bytes that are encoded are those of the text.
+            ascii_only: Whether that is so for ASCII alone.
+        """
+        by_byte, longest = [1] * 256, 1
+        for token in sorted(tokens, key=len):
+            longest = len(token)
+            for byte in set(token):
+                by_byte[byte] = longest
+        return TokenBound(shrinks * longest, tuple(by_byte) if by_bytes else None, ascii_only)
+
+    def least(self, text: str, enough: int) -> int:
+        """Return a number of tokens that a text has at least; counting ends where that is more than `enough`.
+
+        Args:
+            text: The text.
+            enough: The number.
+        """
+        import numpy as np
+
+        least = -(-len(text) // self.longest)
+        if least > enough or self.by_byte is None or (self.ascii_only and not text.isascii()):
+            return least
+        found, by_byte = 0.0, np.array(self.by_byte, np.float64)
+        for start in range(0, len(text), BLOCK):
+            data = np.frombuffer(text[start : start + BLOCK].encode("utf-8", "surrogatepass"), np.uint8)
+            found += float((np.bincount(data, minlength=256) / by_byte).sum())
+            if found > enough + 1:
+                break
+        return max(least, int(found - 1e-6 * found))

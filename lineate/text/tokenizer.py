@@ -16,8 +16,8 @@ from lineate.models.files.gguf_tokenizer import UnknownTokenizer, gguf_companion
 from lineate.models.files.hub import TEXTS, fetch, is_hub_name
 from lineate.names import user_path
 from lineate.text.base import END_TEXT, JSON_FILE, KIND_FILE, Tokenizer, library, utf8, vocabulary_bytes
+from lineate.text.bounded import TokenBound
 from lineate.text.chat import read_chat
-from lineate.text.longest import TokenBound
 from lineate.text.published import PublishedTokenizer
 
 if TYPE_CHECKING:

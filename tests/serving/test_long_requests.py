@@ -38,8 +38,9 @@ def server(tokenizer):
 @pytest.mark.parametrize("kind", ["chat", "text", "texts", "tools"])
 def test_a_prompt_that_cannot_fit(server, tokenizer, monkeypatch, kind):
     text, encoded = "The memory is a matrix. " * 100_000, []
-    encode = tokenizer._encode
-    monkeypatch.setattr(tokenizer, "_encode", lambda texts, plain: encoded.extend(texts) or encode(texts, plain))
+    for name in ("encode", "encode_rendered"):
+        encode = getattr(tokenizer, name)
+        monkeypatch.setattr(tokenizer, name, lambda text, encode=encode: encoded.append(text) or encode(text))
     tool = {"type": "function", "function": {"name": "f", "description": text}}
     body = {
         "chat": {"messages": [{"role": "user", "content": text}]},

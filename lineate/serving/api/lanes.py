@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from lineate.serving.api.errors import queue_full
 
-LONG_BYTES = 64 * 2**10
+LONG_BYTES = 16 * 2**10
 """Bytes of a body above which it is prepared in the lane of long ones."""
 WAITING = 128
 """Requests that may wait for a lane in which one takes long; more get 429."""
