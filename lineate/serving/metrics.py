@@ -11,7 +11,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 RATES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 COUNTED = frozenset({
-    "steps", "prompt_tokens", "cached_tokens", "read_tokens", "branch_tokens", "new_tokens", "guesses", "right_guesses",
+    "steps", "prompt_tokens", "cached_tokens", "read_tokens", "reread_tokens", "new_tokens", "guesses", "right_guesses",
     "finished", "hits", "misses", "hit_tokens", "kept", "refused", "evictions", "spilled", "restored",
 })  # fmt: skip
 """The numbers of the engine and the cache that only grow; all others go up and down, such as files on disk."""

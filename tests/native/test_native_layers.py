@@ -387,7 +387,7 @@ def test_switched_off():
     """With LINEATE_NATIVE=0, the torch code runs and gives the same numbers."""
     code = (
         "import torch; from lineate.native import layers; from lineate.layers.feed import glu\n"
-        "x = torch.linspace(-4, 4, 64).view(4, 16)\n"
+        "x = torch.linspace(-4, 4, 512).view(4, 128)\n"
         "assert not layers.serves(x)\n"
         "gate, up = x.chunk(2, -1)\n"
         "assert torch.equal(glu(x), torch.nn.functional.silu(gate) * up)\n"

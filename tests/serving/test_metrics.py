@@ -16,7 +16,7 @@ from lineate.serving.kept import CacheStats
 from lineate.serving.metrics import COUNTED, Metrics
 
 GAUGES = {
-    "engine": {"waiting", "reading", "running", "waiting_branches", "pool_bytes"},
+    "engine": {"waiting", "reading", "running", "waiting_answers", "pool_bytes"},
     "cache": {"states", "nodes", "bytes", "budget_bytes", "files", "file_bytes", "ignored_files"},
 }
 
@@ -40,7 +40,7 @@ def test_no_counter_falls(clear, tmp_path):
     metrics = Metrics(lambda: {"cache": asdict(cache.stats)})
     seen = []
     for n, state in enumerate(states):
-        cache.keep([n] * 8, state, "grid")
+        cache.keep([n] * 8, state)
         cache.find([*[0] * 8, 1])
         seen.append(families(metrics))
     assert seen[-1]["lineate_cache_files"].samples[0].value > 0
