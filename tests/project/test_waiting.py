@@ -39,7 +39,8 @@ def test_it_is_set_before_torch_is_loaded(tmp_path):
     (tmp_path / "torch.py").write_text("import os\nprint(os.environ.get('GOMP_SPINCOUNT'), flush=True)\nos._exit(0)\n")
     paths = os.pathsep.join((str(tmp_path), str(Path(lineate.__file__).parents[1])))
     variables = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    for words, found in ((["-m", "lineate.cli", "tasks", "recall"], SPINS), (["-c", "import lineate; lineate.decode"], "None")):
+    starts = ((["-m", "lineate.cli", "tasks", "recall"], SPINS), (["-c", "import lineate; lineate.decode"], "None"))
+    for words, found in starts:
         command = [sys.executable, *words]
         done = subprocess.run(command, env={**variables, "PYTHONPATH": paths}, capture_output=True, text=True)
         assert done.stdout.strip() == found
