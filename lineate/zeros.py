@@ -14,8 +14,8 @@ MOST_SHARED = 2**24
 
 def read_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros that nobody may write to: on a GPU, calls share them unless they are many."""
-    few = prod(shape) * dtype.itemsize <= MOST_SHARED
-    shared = few and device.type == "cuda" and not recorded() and not transformed()
+    shared = device.type == "cuda" and not recorded() and not transformed()  # asked first: a graph is for all sizes
+    shared = shared and prod(shape) * dtype.itemsize <= MOST_SHARED
     if shared and not torch.cuda.is_current_stream_capturing():  # what a graph allocates is its own
         return _shared_zeros(shape, dtype, device)
     return torch.zeros(shape, dtype=dtype, device=device)
