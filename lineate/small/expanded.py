@@ -19,13 +19,14 @@ _copies: Any = WeakTensorKeyDictionary()  # codes, or the tensor that they are a
 def expanded(codes: Tensor, scales: Tensor, rows: int) -> Tensor | None:
     """Return the weight `rows columns` in float32, which is kept; None where memory does not allow it.
 
-    A copy is used only while the version counters of codes and scales show that neither has been written since.
+    A copy is used only while the version counters of codes and scales, and their places in memory, show that neither
+    has been written or exchanged since. What goes around the counters (codes.data, codes.numpy()) is not noticed.
     """
     if codes.is_inference() or scales.is_inference():  # these have no version counters
         return None
     owner = codes if codes._base is None else codes._base
     place = codes.storage_offset(), codes.shape, codes.stride(), rows
-    state = codes._version, scales._version, scales.data_ptr()
+    state = codes._version, scales._version, codes.data_ptr(), scales.data_ptr()
     copies = _copies.get(owner)
     if copies is not None and place in copies:
         known, copy = copies[place]

@@ -258,6 +258,9 @@ def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     x.codes.copy_(source.codes, non_blocking)
     if x.scales is not None and source.scales is not None:
         x.scales.copy_(source.scales, non_blocking)
+    for part in (x.codes, x.scales):  # torch counts no versions of what is written inside an op
+        if part is not None and not part.is_inference():
+            torch.autograd.graph.increment_version(part)
     return x
 
 

@@ -82,3 +82,20 @@ def test_weights_of_inference_mode_are_not_kept(decoded: list[int]) -> None:
         small, x = quantize(torch.randn(40, 64), "int4"), torch.randn(2, 64)
         torch.testing.assert_close(F.linear(x, small), F.linear(x, small.decoded()))
     assert not decoded
+
+
+@pytest.mark.parametrize("how", ["copy_", "load_state_dict", "data"])
+def test_weights_that_are_overwritten_are_decoded_again(how: str, decoded: list[int]) -> None:
+    first, other = (torch.nn.Linear(64, 32, bias=False) for _ in range(2))
+    x = torch.randn(2, 64)
+    for layer in (first, other):
+        layer.weight = torch.nn.Parameter(quantize(layer.weight.detach(), "int4"), requires_grad=False)
+    first(x)
+    with torch.no_grad():
+        if how == "copy_":
+            first.weight.copy_(other.weight)
+        elif how == "data":
+            first.weight.data = other.weight.data
+        else:
+            first.load_state_dict(other.state_dict())
+    assert torch.equal(first(x), F.linear(x, other.weight.decoded()))
