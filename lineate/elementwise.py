@@ -16,6 +16,8 @@ VECTORS = 64
 """A multiple of the elements that torch computes at a time on every CPU."""
 MOST = 2**20
 """More elements are no decoding step."""
+GRAIN = 2**15
+"""Up to so many elements, torch has one thread; it shares out more in parts that need not be whole vectors."""
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -27,8 +29,14 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling() or not x.is_cpu or not 0 < x.numel() <= MOST:
         return function(x)
-    whole = x.dim() and x.shape[-1] % VECTORS == 0 and x.stride(-1) == 1
-    if whole or (x.numel() % VECTORS == 0 and x.is_contiguous()) or needs_grad(x) or not is_eager(x):
+    if needs_grad(x) or not is_eager(x):
         return function(x)
-    flat = F.pad(x.reshape(-1), (0, -x.numel() % VECTORS))
-    return function(flat)[: x.numel()].view(x.shape)
+    shared_out = x.numel() > GRAIN and torch.get_num_threads() > 1
+    whole = x.dim() and x.shape[-1] % VECTORS == 0 and x.stride(-1) == 1
+    if (whole or (x.numel() % VECTORS == 0 and x.is_contiguous())) and not shared_out:
+        return function(x)
+    flat = x.reshape(-1)
+    if x.numel() % VECTORS:
+        flat = F.pad(flat, (0, -x.numel() % VECTORS))
+    made = torch.cat([function(part) for part in flat.split(GRAIN)]) if shared_out else function(flat)
+    return made[: x.numel()].view(x.shape)

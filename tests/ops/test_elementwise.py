@@ -69,3 +69,19 @@ def test_transforms_and_graphs_see_the_function_alone(function):
         traced = torch.jit.trace(lambda x: elementwise(function, x), x)
         more = torch.randn(3, 13)
         torch.testing.assert_close(traced(more), function(more))
+
+
+@functions
+@pytest.mark.parametrize("threads", [1, 3, 4])
+@torch.no_grad()
+def test_bits_do_not_depend_on_how_threads_share_them_out(function, threads):
+    """Sixteen rows are shared out among threads; one is not."""
+    x = 20 * torch.randn(16, 4864)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        alone = torch.cat([elementwise(function, row) for row in x.split(1)])
+        assert torch.equal(elementwise(function, x), alone)
+        assert torch.equal(elementwise(function, x.T.contiguous().T), alone)
+    finally:
+        torch.set_num_threads(before)
