@@ -31,6 +31,16 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 RUNNING = BoundedSemaphore(CORES)  # compilers of this process, whatever they compile
 
 
+def _begin_child() -> None:
+    """Give a forked process a semaphore of its own: nobody there would release what the parent's threads hold."""
+    global RUNNING
+    RUNNING = BoundedSemaphore(CORES)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_child)
+
+
 class Code(NamedTuple):
     """C files that make one library."""
 
