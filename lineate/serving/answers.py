@@ -41,7 +41,7 @@ class Answer:
         reading.advance()
         self.read += reading.read - before
         self.begins = reading.position  # what was read so far must be there if it pauses
-        return reading.done
+        return reading.done or not reading.kept  # a cache without room would have it read for nothing
 
     def pause(self) -> None:
         """Free the state; reading goes on from the one that was kept."""

@@ -118,6 +118,9 @@ class Batch:
             job.reading.on_read = lambda start, hidden: _call_all(watchers, start, hidden)
         self.jobs.append(job)
         self.reading.append(job)
+
+    def pause_answers(self) -> None:
+        """Free the states of answers that are being read again, for a request."""
         for answer in self.answers:
             answer.pause()
 

@@ -367,6 +367,7 @@ class Engine:
     def _make_job(self, waiting: _Waiting) -> Job | None:
         """Make room in the pool for a request, and return its job; None if there is no room now."""
         request = waiting.handle.request
+        self._batch.pause_answers()  # before the pool takes the memory of their states
         need = Need(request.n, len(request.ids), waiting.total, True)
         shape = self.plan.shape_for(self.pool, [*(job.need for job in self._batch.jobs), need])
         if shape is None:

@@ -77,6 +77,8 @@ class Reading:
         """Whether the cache was asked."""
         self.released = False
         """Whether the state was freed."""
+        self.kept = False
+        """Whether the cache has the state after the last piece."""
 
     @property
     def done(self) -> bool:
@@ -151,9 +153,10 @@ class Reading:
 
     def _keep(self, stop: int, state: ModelState, logits: Tensor | None, seconds: float) -> None:
         """Keep a state in the cache, if there is one; the request goes on without if that fails."""
+        self.kept = False
         try:
             if self.cache is not None:
-                self.cache.keep(self.ids[:stop], state, logits, seconds)
+                self.kept = self.cache.keep(self.ids[:stop], state, logits, seconds)
         except Exception as error:
             self.failed(error, NOT_KEPT, stop)
 

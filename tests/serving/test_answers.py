@@ -9,7 +9,7 @@ from kept_states import same
 from serving_models import PATTERNS, SPACING, alone, model, prompt
 
 from lineate.generation.choice import Sampling
-from lineate.serving.answers import MOST_ANSWERS
+from lineate.serving.answers import MOST_ANSWERS, Answer
 from lineate.serving.cache import StateCache
 from lineate.serving.engine import Engine
 from lineate.serving.planning import Need, Plan, Shape
@@ -309,3 +309,26 @@ def test_an_answer_that_no_longer_fits_is_not_read():
             more.cancel()
         finish(engine)
         assert counts(engine) == (0, 0 if crowded else SPACING)
+
+
+def test_its_state_is_freed_before_the_pool_grows(monkeypatch):
+    """The plan counts no answer next to a request that is admitted."""
+    engine = make()
+    answer(engine, submit(engine, prompt(20), 4 * SPACING))
+    engine.step()
+    assert counts(engine) == (1, SPACING)
+    order: list[str] = []
+    pause, shape_for = Answer.pause, Plan.shape_for
+    monkeypatch.setattr(Answer, "pause", lambda own: (order.append("pause"), pause(own))[1])
+    monkeypatch.setattr(Plan, "shape_for", lambda *given: (order.append("plan"), shape_for(*given))[1])
+    submit(engine, prompt(5, seed=3), 4)
+    finish(engine)
+    assert order[:2] == ["pause", "plan"]
+
+
+def test_a_cache_without_room_ends_the_reading():
+    """Otherwise each answer would be read whole, and nothing of it be kept."""
+    engine = make(cache=StateCache(1000, SPACING))
+    answer(engine, submit(engine, prompt(20), 3 * SPACING))
+    finish(engine)
+    assert counts(engine) == (0, SPACING)
