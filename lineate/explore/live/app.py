@@ -32,7 +32,7 @@ PAGE = Path(__file__).with_name("page")
 """The files of the page, served at /."""
 SHARED = Path(serving.__file__).with_name("page")
 """The chat page, of which this one uses some files."""
-SHARED_FILES = ("base.css", "dom.js", "icon.svg", "markdown.js")
+SHARED_FILES = ("base.css", "dom.js", "growing.js", "icon.svg", "markdown.js")
 LIMITS = Limits(body_bytes=64 * 2**10, requests=16)
 """The longest list of steps has a quarter of these bytes."""
 REMEDY = "lineate explore --allow-host NAME"

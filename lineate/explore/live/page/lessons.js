@@ -2,7 +2,8 @@
 
 import { numberFrom, partsOf, stateOf } from "./controls.js";
 import { button, byId, make } from "./dom.js";
-import { blocks, element, inline } from "./markdown.js";
+import { Growing } from "./growing.js";
+import { inline } from "./markdown.js";
 import { answerTo } from "./server.js";
 
 const ROW = /^\|(.*)\|\s*$/;
@@ -11,7 +12,7 @@ const RULE = /^[\s|:-]+$/; // the line below the head of a table
 /** Return a table of Markdown as an element that scrolls by itself. */
 function table(lines) {
   const [head, ...rows] = lines.filter((line) => !RULE.test(line)).map((line) => ROW.exec(line)[1].split("|").map((cell) => cell.trim()));
-  const cells = (tag, row) => row.map((text) => make(tag, tag === "th" ? { scope: "col" } : {}, ...inline(text)));
+  const cells = (tag, row) => row.map((text) => make(tag, tag === "th" ? { scope: "col" } : {}, ...inline(text).nodes));
   return scrolled("Table", make("table", {}, make("thead", {}, make("tr", {}, ...cells(head.some(Boolean) ? "th" : "td", head))),
     make("tbody", {}, ...rows.map((row) => make("tr", {}, ...cells("td", row))))));
 }
@@ -19,16 +20,36 @@ function table(lines) {
 /** Return something wide in a box that scrolls by itself; the keyboard must reach it for that. */
 const scrolled = (label, ...inside) => make("div.scroll", { tabIndex: 0, role: "region", "aria-label": label }, ...inside);
 
-/** Return the elements of a text in Markdown. */
+/** Return the elements of a text in Markdown without tables. */
+function drawnText(text) {
+  const box = make("div");
+  new Growing(box).show(text);
+  return [...box.children];
+}
+
+/** Return the elements of a text in Markdown; rows of a table are a paragraph of their own. */
 function written(text) {
-  return blocks(text).map((found) => {
-    const lines = found.source.split("\n");
-    return found.kind === "paragraph" && lines.every((line) => ROW.test(line)) ? table(lines) : element(found);
-  });
+  const found = [];
+  let others = [];
+  const flush = () => {
+    found.push(...drawnText(others.join("\n\n")));
+    others = [];
+  };
+  for (const part of text.split(/\n{2,}/)) {
+    const lines = part.split("\n").filter((line) => line.trim());
+    if (lines.length && lines.every((line) => ROW.test(line))) {
+      flush();
+      found.push(table(lines));
+    } else {
+      others.push(part);
+    }
+  }
+  flush();
+  return found;
 }
 
 function program(code) {
-  const own = element({ kind: "code", source: code, language: "python" });
+  const [own] = drawnText(`\`\`\`\`python\n${code}\n\`\`\`\``);
   own.querySelector("pre").classList.add("scroll");
   return own;
 }
