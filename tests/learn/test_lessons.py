@@ -71,7 +71,7 @@ def used(code):
     return {node.attr for node in nodes if isinstance(node.value, ast.Name) and node.value.id == "lineate"}
 
 
-OPS = vars(lineate)
+OPS = {name: getattr(lineate, name) for name in dir(lineate)}
 softmax, linear, gated_linear = OPS["softmax_attention"], OPS["linear_attention"], OPS["gated_linear_attention"]
 plan_memory = planning.plan_memory
 

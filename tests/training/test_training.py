@@ -14,8 +14,9 @@ import torch
 from few import few
 from runs import assert_same_bits, everything, make_config, make_model, make_texts
 
-from lineate.generation import Sampling, choose, generate, stream_text
+from lineate.generation import choose, generate, stream_text
 from lineate.generation.command import run_generate
+from lineate.generation.defaults import SamplingFlags
 from lineate.models import HybridLM, loss
 from lineate.models.config import ExpertsConfig
 from lineate.models.loss import head_loss, loss_sum
@@ -480,7 +481,7 @@ def test_a_terminal_without_unicode_ends_no_run(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "c.json").write_text(json.dumps(config.to_dict()))
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
     run_train({"config": tmp_path / "c.json"})
-    run_generate(tmp_path / "run", "\u00e9", Sampling(temperature=0), 3)
+    run_generate(tmp_path / "run", "\u00e9", SamplingFlags({"temperature": 0.0}), 3)
     sys.stdout.seek(0)
     assert "| ?" in (text := sys.stdout.read()) and "\n?" in text
 
@@ -489,7 +490,7 @@ def test_wrong_arguments_of_generate_are_one_line(tmp_path: Path) -> None:
     make_model(tmp_path)
     make_tokenizer("bytes", ()).save(tmp_path)
     for arguments, message in (
-        (["--device", "tpu"], "device must be 'cpu' or 'cuda', got 'tpu'"),
+        (["--device", "tpu"], "device must be auto, cpu or cuda, got 'tpu'"),
         (["--top-p", "2"], "top_p must be above 0 and at most 1, got 2.0"),
         (["--prompt", "\udcff"], "text must be Unicode"),
     ):
