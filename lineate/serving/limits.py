@@ -21,6 +21,8 @@ class Limits:
     """Requests that are answered at once, those that wait included."""
     choices: int = 128
     """Choices of one request: prompts times n; those above the slots wait in the queue."""
+    echoed_logprobs: int = 2**17
+    """Tokens of the prompts times n, if echo and logprobs ask for the log-probabilities of prompts."""
     stops: int = 16
     """Stop strings of one request."""
     stop_characters: int = 256

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from small_models import random_model
 
 from lineate.generation.choice import Sampling
 from lineate.models import preset
+from lineate.serving.api.lanes import SHORT_ENTRIES
 from lineate.serving.app import Settings, describe
 from lineate.serving.cache import StateCache
 from lineate.serving.engine import Engine
@@ -323,3 +325,40 @@ def test_what_lm_evaluation_harness_reads(http, model, tokenizer):
             assert sum(listed) == pytest.approx(float(own.sum()), abs=1e-3) and len(listed) == len(rest)
             greedy = all(x == max(top.values()) for x, top in zip(listed, tops, strict=True))
             assert greedy == bool((own >= best[:, 0]).all())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echoed_prompt_is_listed_once_and_beside_the_event_loop(server, http, tokenizer, monkeypatch, stream):
+    """Whatever n is; and no more than a part of its JSON is encoded by one call, or by the thread of the event loop."""
+    ids, n, shown, dumped = tokenizer.encode(WORDS * 6)[:900], 2 * SLOTS, [], []
+    assert len(ids) > SHORT_ENTRIES
+    show, dumps = tokenizer.shown_bytes, json.dumps
+
+    def counted_show(*args):
+        shown.append(threading.current_thread().name)
+        return show(*args)
+
+    def counted_dumps(*args, **options):
+        found = dumps(*args, **options)
+        dumped.append((threading.current_thread().name, len(found)))
+        return found
+
+    monkeypatch.setattr(tokenizer, "shown_bytes", counted_show)
+    monkeypatch.setattr(json, "dumps", counted_dumps)
+    answer = post(http, "/v1/completions", prompt=ids, echo=True, logprobs=0, n=n, stream=stream)
+    monkeypatch.undo()
+    assert answer.status_code == 200
+    lines = answer.text.split("data: ")[1:-1] if stream else [answer.text]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    for number in range(n):
+        own = [x for x in choices if x["index"] == number]
+        assert "".join(x["text"] for x in own).startswith(tokenizer.decode(ids))
+        listed = [token for x in own for token in x["logprobs"]["tokens"]]
+        assert len(listed) == len(ids) + 3
+        assert [x for y in own for x in y["logprobs"]["text_offset"]][:2] == [0, len(listed[0])]
+    # The engine's calls are few; the prompt is decoded for its text, and for its tokens' names and offsets.
+    assert len(shown) < 3 * len(ids) + 50 * n
+    loop = server.thread.name
+    assert shown.count(loop) < 50 * n
+    assert max((size for thread, size in dumped if thread == loop), default=0) < 2000
+    assert any(thread.startswith("lineate-long-answers") for thread, _ in dumped)

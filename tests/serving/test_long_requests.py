@@ -163,3 +163,22 @@ def test_schemas_that_no_grammar_can_follow(tokenizer, monkeypatch):
     monkeypatch.setattr("llguidance.LLMatcher.grammar_from_json_schema", lambda *_: pytest.fail("too late"))
     with pytest.raises(ApiError, match="must have at most 262144 bytes"):
         grammars.json(JsonFormat({"enum": ["x" * 300_000]}))
+
+
+@pytest.mark.parametrize(("prompts", "n", "param"), [(1, 66, "n"), (66, 1, "prompt"), (2, 33, "n")])
+def test_too_many_log_probabilities_of_prompts(server, prompts, n, param):
+    body = {"prompt": [[65] * 2000] * prompts, "n": n, "echo": True, "logprobs": 0, "max_tokens": 1}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (param, "invalid_value")
+    assert f"must be at most 131072, got {2000 * prompts} x {n}; send fewer prompts" in error["message"]
+
+
+@pytest.mark.parametrize("more", [{"echo": True}, {"logprobs": 0}])
+def test_only_echo_with_log_probabilities_is_limited(tokenizer, more):
+    engine = ScriptedEngine(tokenizer.encode, lambda request, index: "Hello.", slots=128)
+    with live(engine, tokenizer, DESCRIPTION) as server:
+        body = {"prompt": [65] * 2000, "n": 66, "max_tokens": 0, **more}
+        made = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert made.status_code == 200 and len(made.json()["choices"]) == 66

@@ -38,12 +38,12 @@ class Answering(ABC):
         self._closed = False
 
     @abstractmethod
-    async def whole(self) -> dict[str, Any]:
-        """Return the whole answer."""
+    async def whole(self) -> dict[str, Any] | bytes:
+        """Return the whole answer; one that takes long to write as JSON."""
 
     @abstractmethod
-    def chunks(self) -> AsyncIterator[dict[str, Any] | None]:
-        """Yield the answer in chunks; None while nothing has come for a while."""
+    def chunks(self) -> AsyncIterator[dict[str, Any] | bytes | None]:
+        """Yield the answer in chunks, as values or JSON; None while nothing has come for a while."""
 
     async def respond(self, request: Request, stream: bool, ignored: tuple[str, ...]) -> Response:
         """Send the answer, with the names of the fields that were ignored, and free what it holds however it ends."""
@@ -54,9 +54,11 @@ class Answering(ABC):
             body = await unless_gone(request.receive, self.whole())
         finally:
             self.close()
+        if isinstance(body, bytes):
+            return Response(body, 200, headers, "application/json")
         return Response(status_code=GONE) if body is None else answer(body, headers=headers)
 
-    async def _whole_or_error(self) -> AsyncIterator[dict[str, Any] | None]:
+    async def _whole_or_error(self) -> AsyncIterator[dict[str, Any] | bytes | None]:
         """Yield the chunks; raise ApiError after the last one if a shutdown has cut the answer short."""
         async for chunk in self.chunks():
             yield chunk

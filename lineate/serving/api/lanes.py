@@ -1,4 +1,4 @@
-"""Threads that prepare requests: short bodies, long ones and grammars do not wait for each other."""
+"""Threads that prepare requests: short bodies, long ones, grammars and long answers do not wait for each other."""
 
 import asyncio
 import time
@@ -12,6 +12,8 @@ LONG_BYTES = 16 * 2**10
 """Bytes of a body above which it is prepared in the lane of long ones."""
 WAITING = 128
 """Requests that may wait for a lane in which one takes long; more get 429."""
+SHORT_ENTRIES = 512
+"""Log-probabilities of an answer above which it is written in the lane of long answers."""
 REST, LONGEST_REST = 2.0, 0.25
 """How long the lane of long bodies rests before the next one, as a multiple of what the last one took, and at most, in
 seconds. Reading JSON and rendering a template hold the interpreter's lock, which the engine and all other requests
@@ -21,10 +23,10 @@ Made = TypeVar("Made")
 
 
 class Lanes:
-    """Two threads for short bodies, one for long ones, and one for grammars.
+    """Two threads for short bodies, one for long ones, one for grammars, and one for long answers.
 
     Args:
-        waiting: Requests that may wait for each of the last two.
+        waiting: Requests that may wait for the lane of long bodies, and for that of grammars.
         clock: Returns seconds.
         sleep: Waits for seconds.
     """
@@ -39,6 +41,7 @@ class Lanes:
         self._short = ThreadPoolExecutor(2, "lineate-prompts")
         self._long = ThreadPoolExecutor(1, "lineate-long-prompts")
         self._grammars = ThreadPoolExecutor(1, "lineate-grammars")
+        self._answers = ThreadPoolExecutor(1, "lineate-long-answers")
         self._counts: dict[ThreadPoolExecutor, int] = {self._long: 0, self._grammars: 0}
         self._rests_until = float("-inf")
 
@@ -61,9 +64,19 @@ class Lanes:
         """
         return await self._queued(self._grammars, made)
 
+    async def write(self, made: Callable[[], Made], entries: int) -> Made:
+        """Run what writes an answer; any number may wait, as their tokens have been generated.
+
+        Args:
+            made: What is to be run.
+            entries: The log-probabilities that it lists.
+        """
+        lane = self._short if entries <= SHORT_ENTRIES else self._answers
+        return await asyncio.get_running_loop().run_in_executor(lane, made)
+
     def close(self) -> None:
         """Let the threads end."""
-        for lane in (self._short, self._long, self._grammars):
+        for lane in (self._short, self._long, self._grammars, self._answers):
             lane.shutdown(wait=False, cancel_futures=True)
 
     async def _queued(self, lane: ThreadPoolExecutor, made: Callable[[], Made]) -> Made:

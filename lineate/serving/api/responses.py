@@ -83,7 +83,7 @@ async def _left(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events: each value as JSON, a comment for None, and [DONE].
+    """Server-sent events: each value as JSON (bytes are JSON already), a comment for None, and [DONE].
 
     Args:
         values: The values.
@@ -96,7 +96,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        values: AsyncIterator[dict[str, Any] | None],
+        values: AsyncIterator[dict[str, Any] | bytes | None],
         limits: Limits,
         close: Callable[[], None],
         headers: dict[str, str] | None = None,
@@ -118,13 +118,17 @@ class EventStream(Response):
             async with asyncio.timeout(self._limits.send_seconds):
                 await send(message)
 
-        async def event(text: str) -> None:
-            await put({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        async def event(text: str | bytes) -> None:
+            body = text.encode() if isinstance(text, str) else text
+            await put({"type": "http.response.body", "body": body, "more_body": True})
 
         await put({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for value in self._values:
-                await event(HEARTBEAT if value is None else f"data: {dump(value)}\n\n")
+                if isinstance(value, bytes):
+                    await event(b"data: %b\n\n" % value)
+                else:
+                    await event(HEARTBEAT if value is None else f"data: {dump(value)}\n\n")
         except ApiError as error:
             await event(f"data: {dump(error.body)}\n\n")
         except (TimeoutError, asyncio.CancelledError):

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -275,30 +275,27 @@ class TextLogprobs:
 
     Args:
         tokenizer: Says what tokens look like.
-        prompt: The tokens of the prompt.
+        prompt: The tokens of the prompt that the text continues; none if the text begins with the prompt's own tokens.
         start: Characters of the text before the first new token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], start: int = 0) -> None:
-        self._tokenizer, self._prompt, self._offset = tokenizer, prompt, start
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), start: int = 0) -> None:
+        self._tokenizer, self._offset = tokenizer, start
         self._text = Detokenizer(tokenizer, after=prompt)
 
-    def lists(self, prompt: Sequence[TokenLogprob] | None, entries: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
-        """Return the lists for the prompt, whose first token has no log-probability, and for the next tokens.
+    def prompt_lists(self, ids: Sequence[int], prompt: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
+        """Return the lists for the tokens of a prompt, the first of which has no log-probability."""
+        return self._lists(zip(ids, (None, *prompt), strict=True))
 
-        Args:
-            prompt: The tokens of the prompt after the first; None to leave the prompt out.
-            entries: The next tokens.
-        """
+    def lists(self, entries: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
+        """Return the lists for the next tokens."""
+        return self._lists((x.token, x) for x in entries)
+
+    def _lists(self, entries: Iterable[tuple[int, TokenLogprob | None]]) -> dict[str, list[Any]]:
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        if prompt is not None:
-            text, offset = Detokenizer(self._tokenizer), 0
-            for token, x in zip(self._prompt, (None, *prompt), strict=True):
-                self._add(lists, token, x, offset)
-                offset += len(text.push(token))
-        for x in entries:
-            self._add(lists, x.token, x, self._offset)
-            self._offset += len(self._text.push(x.token))
+        for token, x in entries:
+            self._add(lists, token, x, self._offset)
+            self._offset += len(self._text.push(token))
         return lists
 
     def _add(self, lists: dict[str, list[Any]], token: int, x: TokenLogprob | None, offset: int) -> None:

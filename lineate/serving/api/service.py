@@ -131,9 +131,9 @@ class Service:
 
         return await self._lanes.prepare(prepared, len(body))
 
-    async def work(self, made: Callable[[], Made]) -> Made:
-        """Run something short beside the event loop."""
-        return await self._lanes.prepare(made, 0)
+    async def write(self, made: Callable[[], Made], entries: int) -> Made:
+        """Write an answer that lists this many log-probabilities, in a thread; long ones do not delay short ones."""
+        return await self._lanes.write(made, entries)
 
     async def guided(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return prompts with guides for their grammars, which are compiled in a thread of their own."""
@@ -267,4 +267,21 @@ def dump(value: Any) -> str:
     return text.translate(_LINE_ENDS)
 
 
-__all__ = ["ApiError", "Description", "Engine", "Prompt", "Service", "dump", "with_seed"]
+PART = 256
+"""Values of a list that are encoded in one call, which holds the interpreter's lock until it returns."""
+
+
+def dump_items(values: Sequence[Any]) -> str:
+    """Return the JSON of a long list without its brackets; other threads run meanwhile."""
+    return ",".join(dump(values[n : n + PART])[1:-1] for n in range(0, len(values), PART))
+
+
+def dump_characters(text: str) -> str:
+    """Return the JSON of a long text without its quotes; other threads run meanwhile."""
+    size = 16 * PART
+    return "".join(dump(text[n : n + size])[1:-1] for n in range(0, len(text), size))
+
+
+__all__ = [
+    "ApiError", "Description", "Engine", "Prompt", "Service", "dump", "dump_characters", "dump_items", "with_seed",
+]  # fmt: skip
