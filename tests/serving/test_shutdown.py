@@ -34,14 +34,14 @@ def tokenizer():
 
 
 @contextlib.contextmanager
-def serving(tokenizer, start=True):
+def serving(tokenizer, start=True, **limits):
     """Serve a real engine with a limit for draining that passes at once."""
     model = random_model(replace(preset("tiny", vocab_size=tokenizer.vocab_size), n_layers=1, pattern="G"))
     engine = Engine(model, slots=SLOTS, context=CONTEXT, spacing=64)
     if start:
         engine.start()
     try:
-        settings = Settings(limits=Limits(drain_seconds=0.05))
+        settings = Settings(limits=Limits(drain_seconds=0.05, **limits))
         with live(engine, tokenizer, describe(model, tokenizer, "tiny", CONTEXT, SLOTS), settings) as server:
             server.engine = engine
             yield server
@@ -97,6 +97,32 @@ def test_a_whole_answer_has_a_reason_of_its_own(tokenizer, kind):
         assert choice.finish_reason == "shutdown" and made.lineate["stopped_by"] == "shutdown"
         assert choice.message.content if kind == "chat" else choice.text
         assert 10 < made.usage.completion_tokens < 90_000
+
+
+@pytest.mark.parametrize("why", ["time", "shutdown"])
+@pytest.mark.parametrize("kind", ["chat", "completions"])
+def test_choices_that_still_wait_end_without_a_text(tokenizer, kind, why):
+    """The others keep what they have, although one choice was never begun."""
+    with serving(tokenizer, seconds=1.0 if why == "time" else 600.0) as server, ThreadPoolExecutor(1) as elsewhere:
+        made = elsewhere.submit(ask, server, kind, n=SLOTS + 1)
+        until(lambda: server.engine.stats.new_tokens > 10, "the first tokens")
+        if why == "shutdown":
+            server.server.drain()
+        made = made.result(60)
+        texts = [choice.message.content if kind == "chat" else choice.text for choice in made.choices]
+        assert [bool(text) for text in texts] == [True] * SLOTS + [False]
+        assert {x.finish_reason for x in made.choices} == {"length" if why == "time" else "shutdown"}
+        assert made.lineate["stopped_by"] == why and made.usage.completion_tokens > 10
+
+
+def test_choices_of_a_stream_that_still_wait(tokenizer):
+    with serving(tokenizer, seconds=1.0) as server:
+        chunks = [*ask(server, "completions", stream=True, n=SLOTS + 2)]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    ends = [(x.index, x.finish_reason, bool(x.text)) for x in choices if x.finish_reason is not None]
+    assert sorted(index for index, _, _ in ends) == list(range(SLOTS + 2))
+    assert ends[-2:] == [(SLOTS, "length", False), (SLOTS + 1, "length", False)]
+    assert {x.index for x in choices if x.text} == set(range(SLOTS))
 
 
 @pytest.mark.parametrize("stream", [False, True])

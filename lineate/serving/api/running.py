@@ -129,6 +129,7 @@ class Running:
         self._loop = asyncio.get_running_loop()
         self.counts = Counts(prompt=sum(len(x.ids) for x in requests))
         self._handles: list[Handle] = []
+        self._cut: list[tuple[int, str]] = []  # choices that ended without a token, and as what
         try:
             for n, (_, request) in enumerate(parts):
                 self._handles.append(service.submit(request, self._listener(n), param))
@@ -156,7 +157,11 @@ class Running:
             self._handles[part].stop(choice - self._parts[part][0])
 
     async def pieces(self, heartbeat: float | None = None) -> AsyncIterator[Piece | None]:
-        """Yield pieces until all choices have ended; None after so many seconds of silence."""
+        """Yield pieces until all choices have ended; None after so many seconds of silence.
+
+        Choices that the time limit or a shutdown ended before their first token come last, with an empty text. If there
+        are no others, ApiError is raised.
+        """
         while self.unfinished:
             try:
                 async with asyncio.timeout(heartbeat):
@@ -168,6 +173,18 @@ class Running:
             if piece is not None:
                 yield piece
         self._finish_counts()
+        if len(self._cut) == len(self._choices):
+            raise _unanswered(self._cut[0][1])
+        for number, finish in self._cut:
+            yield Piece(number, finish=self._reason(finish))
+
+    def _reason(self, finish: str) -> str:
+        """Note why a choice was ended early, and return what clients read as its finish_reason."""
+        if finish == "shutdown":
+            self.counts.stopped_by = "shutdown"
+            return "shutdown"
+        self.counts.stopped_by = self.counts.stopped_by or "time"
+        return "length"
 
     def _piece(self, n: int, event: Event) -> Piece | None:
         first, request = self._parts[n]
@@ -193,11 +210,9 @@ class Running:
         if finish in ("shutdown", "timeout"):
             if not choice.tokens:
                 choice.done = True
-                raise _unanswered(finish)
-            if finish == "shutdown":
-                self.counts.stopped_by = "shutdown"
-            else:
-                self.counts.stopped_by, finish = self.counts.stopped_by or "time", "length"
+                self._cut.append((number, finish))
+                return None
+            finish = self._reason(finish)
         choice.done = finish is not None
         if not shown and finish is None and not event.logprobs and event.prompt is None:
             return None
