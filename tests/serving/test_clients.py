@@ -140,6 +140,16 @@ def test_the_length_as_llama_cpp_names_it(http):
     assert post(http, n_predict=-2).status_code == 400
 
 
+def test_as_many_tokens_as_there_is_room_for(http, tokenizer):
+    """That is n_predict = -1; without it, and with null, a completion has OpenAI's 16 tokens."""
+    ids = tokenizer.encode(WORDS * 9)[: CONTEXT - 40]
+    options = {"prompt": ids, "max_tokens": None, "ignore_eos": True}
+    for more, tokens in (({"n_predict": -1}, 40), ({"n_predict": None}, 16), ({"n_predict": -1, "max_tokens": 5}, 5)):
+        made = post(http, "/v1/completions", **options | more).json()
+        assert made["usage"]["completion_tokens"] == tokens
+        assert made["choices"][0]["finish_reason"] == "length"
+
+
 def test_head(http):
     for route in ("/", "/health"):
         answer = http.head(route)

@@ -55,7 +55,7 @@ class Wanted:
     sampling: Sampling
     """How tokens are chosen; the seed is the given one, or a random one."""
     max_new_tokens: int | None
-    """The most tokens of a choice; None for the endpoint's default."""
+    """The most tokens of a choice; None for the default of chats, or as many as there is room for in completions."""
     length_param: str
     """The field that said so."""
     stops: tuple[str, ...]
@@ -118,7 +118,9 @@ def read_completion(fields: Fields, server: Server) -> CompletionCall:
     logprobs = fields.whole("logprobs", 0, MOST_TOP_LOGPROBS_OF_COMPLETIONS)
     max_tokens = _most_tokens(fields, ("max_tokens", "n_predict"), limits, least=0)
     fields.refuse(("suffix",), "the model only continues a text")
-    wanted = _wanted(fields, server, max_tokens or (DEFAULT_COMPLETION_TOKENS, "max_tokens"), logprobs, echo)
+    if max_tokens is None and fields.value.get("n_predict") != -1:
+        max_tokens = DEFAULT_COMPLETION_TOKENS, "max_tokens"
+    wanted = _wanted(fields, server, max_tokens, logprobs, echo)
     best = fields.whole("best_of", 1, 128)
     if best is not None and best != wanted.n:
         raise invalid("best_of", f"best_of must be n = {wanted.n} or left out, got {best}", "unsupported_value")
