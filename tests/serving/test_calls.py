@@ -143,6 +143,29 @@ def test_a_value_that_may_be_a_string_or_null(written, read):
     assert json.loads(arguments) == {"note": read}
 
 
+@pytest.mark.parametrize("written", ["NaN", "-Infinity", "1e999", "[1, NaN]", r'"\ud800"', '{"a": Infinity}'])
+@pytest.mark.parametrize("name", ["days", "untyped"])
+@pytest.mark.parametrize("opener", ["<tool_call>\n", ""])
+def test_a_value_that_only_python_reads_as_json_is_a_string(written, name, opener):
+    text = as_tags({name: written, "place": "Oslo"}, opener)
+    for pieces in ((), [1] * len(text)):
+        ((_, arguments, _),) = shown(parts := parsed(text, pieces))[2]
+        assert json.loads(arguments) == {name: written, "place": "Oslo"}
+        check(text, parts)
+
+
+def test_a_value_at_the_deepest_level_that_is_read():
+    """Within the arguments it stands one level deeper."""
+    read = set()
+    for depth in range(1, 300):
+        written = "[" * depth + "]" * depth
+        ((_, arguments, _),) = shown(parsed(as_tags({"untyped": written})))[2]
+        value = json.loads(arguments)["untyped"]
+        assert value == written or json.dumps(value) == written
+        read.add(type(value))
+    assert read == {str, list}
+
+
 def test_json_is_passed_on_as_it_was_written():
     written = '{"x": 0.10000000000000000001, "y": 1E2,\n "z": [1, 1.0], "x": 5}'
     for text in (

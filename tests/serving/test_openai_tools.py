@@ -43,7 +43,6 @@ KIMI = (
 NOT_JSON = {
     "a call": '<tool_call>{"name": "look", "arguments": {"days": HERE}}</tool_call>',
     "a name": '<tool_call>{"name": HERE, "arguments": {}}</tool_call>',
-    "tags": "<tool_call><function=look><parameter=days>HERE</parameter></function></tool_call>",
     "kimi": '<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{"days": HERE}<|tool_call_end|>',
 }
 """Calls that cannot be JSON when HERE is NaN, a number beyond float, or half of a surrogate pair."""

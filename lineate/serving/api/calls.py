@@ -312,6 +312,8 @@ def _value(text: str, schema: Any) -> str:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return _quoted(text)
+    if _object(f'{{"value": {text}}}') is None:  # Python reads more than JSON: NaN, 1e999, halves of characters
+        return _quoted(text)
     kind = "null" if value is None else _TYPES[type(value)]
     is_string = "string" in types and kind not in types and not (kind == "integer" and "number" in types)
     return _quoted(text) if is_string or (isinstance(value, str) and "string" in types) else text
