@@ -88,7 +88,9 @@ def after(text, at, part):
         found = re.compile(rf"(?:{'|'.join(begins)}){arguments}[,}}\s]*\Z").match(text, gap)
         return {len(text)} if found else set()
     forms = [rf'{{\s*"name"\s*:\s*"{name}"\s*,\s*"(?:arguments|parameters)"\s*:\s*{arguments}\s*}}']
-    forms += [rf'{{\s*"name"\s*:\s*"{name}"\s*}}'] if part.arguments == "{}" else []
+    if part.arguments == "{}":
+        nothing = r'(?:,\s*"(?:arguments|parameters)"\s*:\s*(?:null|"")\s*)?'
+        forms += [rf'{{\s*"name"\s*:\s*"{name}"\s*{nothing}}}']
     forms += [rf"(?:functions\.)?{name}(?::\d+)?\s*{re.escape(ARGUMENTS)}\s*{arguments}"]
     inner = json.loads(part.arguments).items()
     values = [
@@ -176,6 +178,24 @@ def test_json_is_passed_on_as_it_was_written():
         assert shown(parsed(text))[2] == [("look", written, False)]
 
 
+@pytest.mark.parametrize("written", ["null", '""'])
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+def test_no_arguments_as_models_write_them(key, written):
+    call = f'<tool_call>\n{{"name": "look", "{key}": {written}}}\n</tool_call>'
+    for text in (
+        call,
+        f"Hm.\n{call}\n{as_json({'days': 1})}",
+        call.replace('"name": "look", ', "").replace("}", ', "name": "look"}'),
+    ):
+        for pieces in ((), [1] * len(text)):
+            content, _, calls = shown(parsed(text, pieces))
+            assert calls[0] == ("look", "{}", False) and len(calls) == (2 if "Hm" in text else 1)
+            assert content == ("Hm." if "Hm" in text else "")
+    for end in range(len("<tool_call>\n{"), len(call)):
+        for pieces in ((), [1] * end):
+            check(call[:end], parsed(call[:end], pieces, cut=True))
+
+
 MALFORMED = {
     "an unclosed parameter": "<tool_call><function=look><parameter=place>Oslo</function></tool_call>",
     "text between parameters": as_tags({"days": 1}).replace("</parameter>", "</parameter> and"),
@@ -186,6 +206,8 @@ MALFORMED = {
     "a name twice": '<tool_call>{"name": "a", "name": "look", "arguments": {}}</tool_call>',
     "arguments twice": '<tool_call>{"name": "look", "arguments": {"days": 1}, "parameters": {"days": 2}}</tool_call>',
     "arguments that are a list": '<tool_call>{"name": "look", "arguments": [1]}</tool_call>',
+    "arguments that are a number": '<tool_call>{"name": "look", "arguments": 0}</tool_call>',
+    "arguments that are false": '<tool_call>{"name": "look", "arguments": false}</tool_call>',
     "a brace more": '<tool_call>{"name": "look", "arguments": {}}}</tool_call>',
     "a brace less": '<tool_call>{"name": "look", "arguments": {"days": 1}</tool_call>',
     "no name in tags": "<tool_call><function=></function></tool_call>",
@@ -268,7 +290,8 @@ WORDS = [
     *MARKS, ARGUMENTS, "<function=", "<function=look>", "<function=run>", "</function>", "<parameter=",
     "<parameter=place>", "<parameter=days>", "</parameter>", "{", "}", '"', '"name"', '"look"', ":", ",",
     '"arguments"', "look", "functions.look:1", '{"name": "look", "arguments": ', '{"days": 1}', "}", "\n", " ",
-    "Oslo", "ø", "<", "</", "3", "\\",
+    "Oslo", "ø", "<", "</", "3", "\\", "null", '""', '<tool_call>{"name": "look", "arguments": null}</tool_call>',
+    '<tool_call>{"name": "look", "arguments": ""}</tool_call>',
 ]  # fmt: skip
 VALUES = st.lists(st.sampled_from(WORDS), max_size=6).map("".join)
 CALLS = st.builds(

@@ -172,7 +172,9 @@ def _read_json(body: str) -> Called | None:
     if not known or not isinstance(name, str) or not name or value.get("type", "function") != "function":
         return None  # a key more would be lost
     given = "parameters" if "parameters" in keys else "arguments"
-    if isinstance(value.get(given), str):  # JSON within JSON
+    if given in keys and value[given] in (None, ""):  # so models call functions without parameters
+        arguments: str | None = "{}"
+    elif isinstance(value.get(given), str):  # JSON within JSON
         arguments = _object(value[given])
     else:
         arguments = _object(next((body[start:end] for key, start, end in members if key == given), "{}"))
