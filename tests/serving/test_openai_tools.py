@@ -169,6 +169,59 @@ def test_a_call_cut_by_the_length(client, script, case):
         assert choice.finish_reason == "length" and [tuple(x) for x in streamed] == calls
 
 
+CUT = {
+    "a call": ('{"name": "look", "arguments": {"place": "Oslo"}}', '{"name": "look", "arguments": '),
+    "tags": (TAGS.removeprefix("<tool_call>").strip(), "<function=look>"),
+    "kimi": ('{"place": "Oslo"}', '{"name": "look", "arguments": '),
+}
+"""What follows the markers of these calls, and what a text of theirs in a message begins with."""
+
+
+@pytest.mark.parametrize("case", CUT)
+def test_a_cut_call_is_given_back(client, script, engine, tokenizer, case):
+    """The model reads what it wrote of it, and an answer to it."""
+    script["text"] = "I look.\n\n" + WRITTEN[case][0]
+    options = {"model": NAME, "tools": TOOLS}
+    seen = set()
+    for most in (12, 18, 38, 52, len(tokenizer.encode_rendered(script["text"]))):
+        made = client.chat.completions.create(messages=USER, max_tokens=most, **options).choices[0].message
+        calls = made.tool_calls or []
+        messages = [*USER, made.model_dump(), *({"role": "tool", "tool_call_id": x.id, "content": "?"} for x in calls)]
+        client.chat.completions.create(messages=messages, max_tokens=1, **options)
+        shown = tokenizer.decode(engine.handles[-1].request.ids, keep_special=True)
+        assert shown.count("<|im_start|>tool") == len(calls)
+        turn = shown.split("<|im_start|>assistant\n")[1].split("<|im_end|>")[0]
+        content, _, last = turn.partition("\n\n")
+        assert content.startswith("I look.")
+        for call in calls:
+            function = call.function
+            try:
+                whole = bool(function.name) and isinstance(json.loads(function.arguments or "{}"), dict)
+            except ValueError:
+                whole = False
+            seen.add((function.name, whole))
+            assert whole == ("<tool_call>" in turn)
+            if not whole:
+                assert last.endswith(function.arguments)
+                assert function.name == "" or last.startswith(CUT[case][1]) or case == "tags"
+                assert case == "kimi" or CUT[case][0].startswith(last)
+    assert {("", False), ("look", False)} <= seen
+
+
+@pytest.mark.parametrize("arguments", ["{x", "[1]", "null", '"', "1e999", '{"x": NaN}', "\n", "<parameter=x>\nHm"])
+def test_arguments_that_are_no_object_are_text(client, script, engine, tokenizer, arguments):
+    script["text"] = "Yes."
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    good = {"id": "c2", "type": "function", "function": {"name": "look", "arguments": '{"days": 1}'}}
+    for calls in ([call], [good, call]):
+        messages = [*USER, {"role": "assistant", "content": None, "tool_calls": calls}, *USER]
+        client.chat.completions.create(model=NAME, messages=messages)
+        shown = tokenizer.decode(engine.handles[-1].request.ids, keep_special=True)
+        turn = shown.split("<|im_start|>assistant\n")[1].split("<|im_end|>")[0]
+        assert "look" in turn and arguments in turn.partition("<tool_call>")[0]
+        assert turn.count("<tool_call>") == len(calls) - 1
+
+
 def test_a_function_without_parameters_takes_no_arguments(tokenizer):
     """A grammar of its calls allows no argument, whichever way the parameters are left out."""
     grammars = Grammars(tokenizer, 10**6)

@@ -103,15 +103,15 @@ MALFORMED: dict[str, tuple[str, Any, str | None]] = {
         message(role="assistant", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": "{}"}}]),
         "messages[0].tool_calls[0].id",
     ),
-    "arguments that are no JSON": (
+    "arguments that are an object": (
         CHAT,
-        message(role="assistant", tool_calls=[{**CALL, "function": {"name": "f", "arguments": "{x"}}]),
+        message(role="assistant", tool_calls=[{**CALL, "function": {"name": "f", "arguments": {"x": 1}}}]),
         "messages[0].tool_calls[0].function.arguments",
     ),
-    "arguments that are a list": (
+    "a call without a name": (
         CHAT,
-        message(role="assistant", tool_calls=[{**CALL, "function": {"name": "f", "arguments": "[1]"}}]),
-        "messages[0].tool_calls[0].function.arguments",
+        message(role="assistant", tool_calls=[{**CALL, "function": {"arguments": "{}"}}]),
+        "messages[0].tool_calls[0].function.name",
     ),
     "a name of a call that is none": (
         CHAT,

@@ -43,12 +43,14 @@ def _message(message: Fields, called: set[str], limits: Limits) -> dict[str, Any
         ):  # what this server called its own reasoning, given back
             if (text := message.text(key)) is not None:
                 result["reasoning_content"] = text
-        calls = message.objects("tool_calls", limits.tools)
-        if calls:
-            result["tool_calls"] = [_call(call, called) for call in calls]
-        elif result["content"] is None:
+        given = message.objects("tool_calls", limits.tools)
+        if not given and result["content"] is None:
             raise message.wrong("content", "a string, unless there are tool_calls")
-        result["content"] = result["content"] or ""
+        calls = [_call(call, called) for call in given or ()]
+        if whole := [call for call in calls if isinstance(call, dict)]:
+            result["tool_calls"] = whole
+        texts = (result["content"], *(call for call in calls if isinstance(call, str)))
+        result["content"] = "\n\n".join(filter(None, texts))
     elif result["content"] is None:
         raise message.wrong("content", "a string or a list of text parts")
     if role == "tool":
@@ -80,8 +82,12 @@ def _content(message: Fields) -> str | None:
     return "".join(texts)
 
 
-def _call(call: Fields, called: set[str]) -> dict[str, Any]:
-    """Return a call of an earlier answer; templates read the arguments as an object."""
+def _call(call: Fields, called: set[str]) -> dict[str, Any] | str:
+    """Return a call of an earlier answer; templates read the arguments as an object.
+
+    A call that was cut has no name, or arguments that are no object, which not every template can show. Its text as the
+    model wrote it, without the marker before it, is returned.
+    """
     from pydantic_core import from_json
 
     call.needed("id", "a string")
@@ -90,20 +96,23 @@ def _call(call: Fields, called: set[str]) -> dict[str, Any]:
     call.needed("function", "an object with a name and arguments")
     function = call.child("function")
     assert function is not None
-    name = function.name()
-    text = function.text("arguments") or "{}"
+    name = "" if function.take("name") == "" else function.name()
+    text = function.text("arguments") or ""
     function.ignore("parsed_arguments")
     function.finish()
     call.ignore("index", *OF_MESSAGES)
     call.finish()
-    try:
-        arguments = from_json(text, allow_inf_nan=False)
-    except ValueError:
-        arguments = text
-    if not isinstance(arguments, dict):
-        raise function.wrong("arguments", "a string that is a JSON object")
     called.add(identity)
-    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+    if not name:
+        return text
+    try:
+        arguments = from_json(text or "{}", allow_inf_nan=False)
+    except ValueError:
+        arguments = None
+    if isinstance(arguments, dict):
+        return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+    tags = not text.strip() or text.lstrip().startswith("<")
+    return f"<function={name}>{text}" if tags else f'{{"name": "{name}", "arguments": {text}'
 
 
 def read_tools(fields: Fields, limits: Limits) -> tuple[dict[str, Any], ...]:
