@@ -19,6 +19,8 @@ from small_models import random_model
 
 from lineate.generation.choice import Sampling
 from lineate.models import preset
+from lineate.serving.api import foreign
+from lineate.serving.api.fields import Fields
 from lineate.serving.api.lanes import SHORT_ENTRIES
 from lineate.serving.app import Settings, describe
 from lineate.serving.cache import StateCache
@@ -112,9 +114,12 @@ def test_parts_of_messages_that_say_nothing(http):
 FOREIGN = {
     "vllm": {"skip_special_tokens": True, "truncate_prompt_tokens": None, "length_penalty": 1.0, "priority": 0},
     "llama.cpp": {"cache_prompt": True, "mirostat": 0, "dry_multiplier": 0.0, "samplers": ["top_k"], "top_n_sigma": -1},
-    "ollama": {"keep_alive": "5m", "options": {"num_ctx": 4096}, "think": False},
-    "nothing": {"bad_words": [], "min_tokens": 0, "grammar": "", "add_generation_prompt": True, "images": None},
-}
+    "ollama": {"keep_alive": "5m", "think": False},
+    "nothing": {
+        "bad_words": [], "min_tokens": 0, "grammar": "", "add_generation_prompt": True, "images": None, "options": {},
+        "include_stop_str_in_output": False,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -130,8 +135,62 @@ def test_fields_of_other_servers(http, caplog, server_of, stream):
             assert "x-lineate-ignored" not in plain.headers
             if not stream:
                 assert answer.json()["choices"] == plain.json()["choices"]
-    lines = [x.getMessage() for x in caplog.records if "are ignored" in x.getMessage()]
-    assert len(lines) == (2 if named else 0) and all(", ".join(named) in line for line in lines)
+    lines = [x.getMessage() for x in caplog.records if "are ignored: " in x.getMessage()]
+    assert sorted(", ".join(x.split(": ")[1] for x in lines).split(", ")) == (sorted(2 * named) or [""])
+
+
+def test_a_warning_names_an_ignored_field_once(monkeypatch, caplog):
+    monkeypatch.setattr(foreign, "_told", set())
+    names = sorted(foreign.IGNORED)
+    with caplog.at_level(logging.DEBUG, "lineate.serving"):
+        for n in range(len(names)):
+            assert foreign.accept_foreign(Fields({names[i]: 1 for i in range(n + 1)})) == tuple(names[: n + 1])
+        warned = [x.args[0] for x in caplog.records if x.levelno == logging.WARNING]
+        assert warned == names
+        told = [x.args[0] for x in caplog.records if x.levelno == logging.DEBUG]
+        assert told == [", ".join(names[: n + 1]) for n in range(len(names) - 1)]
+    assert foreign._told == foreign.IGNORED
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("truncate_prompt_tokens", 5),
+        ("truncate_prompt_tokens", -1),
+        ("include_stop_str_in_output", True),
+        ("options", {"num_ctx": 4096}),
+        ("options", []),
+        ("add_special_tokens", True),
+        ("add_special_tokens", 0),
+    ],
+)
+def test_fields_that_would_change_the_answer(http, name, value):
+    for route, own in (("/v1/chat/completions", {}), ("/v1/completions", {"prompt": "Once"})):
+        answer = post(http, route, **own, **{name: value})
+        if name == "add_special_tokens" and value is True and own:
+            assert answer.status_code == 200
+            continue
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+
+
+def test_a_prompt_without_the_tokens_before_it(http, tokenizer, monkeypatch):
+    first = tokenizer.encode_rendered("<|endoftext|>")
+    monkeypatch.setattr(tokenizer, "_start", tuple(first))
+    ids = tokenizer.encode("Once upon")
+    for starts, same in ((None, first + ids), (True, first + ids), (False, ids)):
+        found = post(http, "/v1/completions", prompt=["Once upon", "a"], add_special_tokens=starts)
+        assert found.status_code == 200 and "x-lineate-ignored" not in found.headers
+        by_ids = post(http, "/v1/completions", prompt=same, add_special_tokens=starts).json()
+        assert found.json()["choices"][0]["text"] == by_ids["choices"][0]["text"]
+        count = http.post("/tokenize", json={"prompt": "Once upon", "add_special_tokens": starts}).json()["count"]
+        assert by_ids["usage"]["prompt_tokens"] == count == len(same)
+        assert found.json()["usage"]["prompt_tokens"] == count + len(tokenizer.encode("a")) + (starts is not False)
+    assert post(http, "/v1/completions", prompt="", add_special_tokens=False).status_code == 400
+    room = CONTEXT - 1
+    long = tokenizer.decode(ids[:1] * room)
+    assert post(http, "/v1/completions", prompt=long, max_tokens=1, add_special_tokens=False).status_code == 200
+    assert post(http, "/v1/completions", prompt=long, max_tokens=1).status_code == 400
+    assert "x-lineate-ignored" not in post(http, add_special_tokens=False).headers
 
 
 def test_the_length_as_llama_cpp_names_it(http):

@@ -22,7 +22,7 @@ async def complete(service: Service, request: Request) -> Response:
 
     def prepared(fields: Fields) -> tuple[CompletionCall, list[Prompt], list[str]]:
         call = read_completion(fields, service.server)
-        prompts = [service.text_prompt(prompt, call.wanted) for prompt in call.prompts]
+        prompts = [service.text_prompt(prompt, call.wanted, call.starts) for prompt in call.prompts]
         _check_echo(call, prompts, service.limits.echoed_logprobs)
         texts = call.prompts if call.wanted.echo else ()
         return call, prompts, [x if isinstance(x, str) else service.tokenizer.decode(x) for x in texts]

@@ -22,10 +22,10 @@ OPENAI = (
 )  # fmt: skip
 """Fields of OpenAI's that change nothing here: bookkeeping of an account, and hints about speed and style."""
 VLLM = (
-    "add_special_tokens", "cache_salt", "detokenize", "early_stopping", "include_reasoning",
-    "include_stop_str_in_output", "kv_transfer_params", "length_penalty", "mm_processor_kwargs", "priority",
-    "repetition_detection", "request_id", "return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens",
-    "spaces_between_special_tokens", "thinking_token_budget", "truncate_prompt_tokens", "vllm_xargs",
+    "cache_salt", "detokenize", "early_stopping", "include_reasoning", "kv_transfer_params", "length_penalty",
+    "mm_processor_kwargs", "priority", "repetition_detection", "request_id", "return_token_ids",
+    "return_tokens_as_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "thinking_token_budget",
+    "vllm_xargs",
 )  # fmt: skip
 LLAMA_CPP = (
     "adaptive_decay", "adaptive_target", "cache_prompt", "chat_format", "dry_allowed_length", "dry_base",
@@ -37,7 +37,7 @@ LLAMA_CPP = (
     "thinking_forced_open", "timings_per_token", "top_n_sigma", "typ_p", "typical_p", "xtc_probability",
     "xtc_threshold",
 )  # fmt: skip
-OLLAMA = ("keep_alive", "options", "think", "truncate")
+OLLAMA = ("keep_alive", "think", "truncate")
 IGNORED = frozenset((*VLLM, *LLAMA_CPP, *OLLAMA))
 
 _FORMAT = "use response_format"
@@ -52,6 +52,10 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "format": (_FORMAT, ("",)),
     "allowed_token_ids": ("use logit_bias", ()),
     "bad_words": ("use logit_bias", ([],)),
+    "include_stop_str_in_output": ("a stop string ends the text, which does not contain it", (False,)),
+    "truncate_prompt_tokens": ("prompts are read whole; shorten the prompt", ()),
+    "add_special_tokens": ("the template writes the tokens that a chat begins with", (False,)),
+    "options": ("send each option as a field of the body, under its name in OpenAI's API", ({},)),
     "min_tokens": ("use logit_bias for the end token", (0,)),
     "use_beam_search": ("tokens are sampled", (False,)),
     "prompt_logprobs": ("use echo with logprobs at /v1/completions", ()),
@@ -98,14 +102,15 @@ def accept_foreign(fields: Fields) -> tuple[str, ...]:
     return tuple(ignored)
 
 
-_told: set[tuple[str, ...]] = set()
+_told: set[str] = set()
+"""Fields that a warning has named; at most those of IGNORED."""
 
 
 def _tell(ignored: tuple[str, ...]) -> None:
-    """Log which fields are ignored, as a warning the first time."""
-    first = ignored not in _told
-    if first and len(_told) < 1024:
-        _told.add(ignored)
-    LOG.log(
-        logging.WARNING if first else logging.DEBUG, "a request has fields that are ignored: %s", ", ".join(ignored)
-    )
+    """Log which fields are ignored: as a warning those that come for the first time, the others for debugging."""
+    new = [name for name in ignored if name not in _told]
+    _told.update(new)
+    old = [name for name in ignored if name not in new]
+    for level, names in ((logging.WARNING, new), (logging.DEBUG, old)):
+        if names:
+            LOG.log(level, "a request has fields that are ignored: %s", ", ".join(names))

@@ -85,6 +85,8 @@ class CompletionCall:
     wanted: Wanted
     prompts: tuple[str | tuple[int, ...], ...]
     """Texts, or ids of tokens."""
+    starts: bool = True
+    """Whether the ids of a text begin with those that come before a plain prompt."""
     ignored: tuple[str, ...] = ()
     """Fields of other servers that had no effect."""
 
@@ -125,9 +127,10 @@ def read_completion(fields: Fields, server: Server) -> CompletionCall:
     if best is not None and best != wanted.n:
         raise invalid("best_of", f"best_of must be n = {wanted.n} or left out, got {best}", "unsupported_value")
     _check_choices(len(prompts), wanted.n, limits)
+    starts = fields.flag("add_special_tokens", True)
     ignored = accept_foreign(fields)
     fields.finish()
-    return CompletionCall(wanted, prompts, ignored)
+    return CompletionCall(wanted, prompts, starts, ignored)
 
 
 def read_chat(fields: Fields, server: Server) -> ChatCall:

@@ -147,10 +147,16 @@ class Service:
         known = all(self.grammars.has(grammar) for grammar, _ in wanted)
         return await (self._lanes.prepare(made, 0) if known else self._lanes.compile(made))
 
-    def text_prompt(self, prompt: str | tuple[int, ...], wanted: Wanted) -> Prompt:
-        """Return the prompt of /v1/completions; ids are taken as they are."""
+    def text_prompt(self, prompt: str | tuple[int, ...], wanted: Wanted, starts: bool = True) -> Prompt:
+        """Return the prompt of /v1/completions; ids are taken as they are.
+
+        Args:
+            prompt: A text, or ids.
+            wanted: The options of the body.
+            starts: Whether the tokenizer's ids that come before a plain prompt are put before a text.
+        """
         if isinstance(prompt, str):
-            start = self.tokenizer.start
+            start = self.tokenizer.start if starts else ()
             most = max(0, self.server.most_prompt - len(start))
             try:
                 prompt = (*start, *self.tokenizer.encode_within(prompt, most))
