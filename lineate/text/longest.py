@@ -7,8 +7,8 @@ from lineate.text.base import ALPHABET
 from lineate.text.bounded import TokenBound
 
 SHRINKS = {"NFC": 4, "NFD": 4, "Lowercase": 1, "ByteLevel": 1, "Prepend": 1}
-"""Characters of a text for each byte that a normaliser makes of it, at most: four code points compose to one character,
-and the longest character becomes one byte. Other normalisers may take away any number of characters."""
+"""Characters of a text for each that a normaliser makes of them, at most: four code points compose to one character.
+Other normalisers may take away any number of characters."""
 
 
 def token_bound(engine: Mapping[str, Any], spelled: Mapping[int, bytes]) -> TokenBound | None:
@@ -33,9 +33,27 @@ def token_bound(engine: Mapping[str, Any], spelled: Mapping[int, bytes]) -> Toke
         shrinks *= found
     if not all(_keeps(part) for part in before) or not _spells_all(engine.get("model") or {}, [*normalizers, *before]):
         return None
-    kinds = {part.get("type") for part in normalizers}
+    kinds, cuts = {part.get("type") for part in normalizers}, {part.get("type") for part in before}
     tokens = [*filter(None, spelled.values()), *(x["content"].encode("utf-8", "replace") for x in added)]
-    return TokenBound.of(tokens, shrinks, kinds <= {"NFC", "NFD", "ByteLevel"}, bool(kinds & {"NFC", "NFD"}))
+    by_bytes = "ByteLevel" in kinds | cuts
+    if not by_bytes or (engine.get("decoder") or {}).get("type") != "ByteLevel":
+        tokens += _pieces(engine["model"]["vocab"], before)
+    same = kinds <= {"NFC", "NFD", "ByteLevel"} and not (by_bytes and "Metaspace" in cuts)
+    return TokenBound.of(tokens, shrinks, same, bool(kinds & {"NFC", "NFD"}))
+
+
+def _pieces(vocabulary: Mapping[str, int], parts: list[Mapping[str, Any]]) -> Iterator[bytes]:
+    """Yield the pieces of a vocabulary before a decoder changes them, in each form that they can have in a text.
+
+    A Metaspace makes a space and a "▁" in a text the same piece. A piece with k of them and m other bytes stands for
+    3j + (k - j) + m bytes, j of 0 to k, and these count 3j / (3k + m) + (k - j) / (k + m) + m / (3k + m) <= 1 at most.
+    """
+    spaces = [str(x.get("replacement", "▁")) for x in parts if x.get("type") == "Metaspace"]
+    for piece in vocabulary:
+        yield piece.encode("utf-8", "replace")
+        for space in spaces:
+            if space in piece:
+                yield piece.replace(space, " ").encode("utf-8", "replace")
 
 
 def _parts(value: Any, name: str) -> Iterator[Mapping[str, Any]]:
@@ -50,11 +68,11 @@ def _parts(value: Any, name: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _shrink(part: Mapping[str, Any]) -> int | None:
-    """Return the most characters for each byte that a normaliser makes of them."""
+    """Return the most characters for each one that a normaliser makes of them."""
     if part.get("type") == "Replace":
         pattern = part.get("pattern") or {}
         given, made = pattern.get("String"), part.get("content")
-        return 1 if given and made is not None and len(made.encode("utf-8", "replace")) >= len(given) else None
+        return 1 if given and made is not None and len(made) >= len(given) else None
     return SHRINKS.get(str(part.get("type")))
 
 

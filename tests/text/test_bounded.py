@@ -76,3 +76,57 @@ def test_a_conversation_that_cannot_fit(tokenizer, monkeypatch):
     with pytest.raises(TooManyTokens):
         tokenizer.encode_chat(messages, most_tokens=1000)
     assert sum(found) <= 8 * PIECE_CHARACTERS
+
+
+def pieces_of(count, normalizer=None, pre_tokenizer=None):
+    """Return a tokenizer with bytes, in which one token has so many spaces; its decoder makes them of "\u2581"."""
+    from tokenizers import Tokenizer, decoders, models
+
+    from lineate.text.published import PublishedTokenizer
+
+    runs = ["\u2581" * n for n in (1, 2, 4, 8, 16, 32) if n <= count]
+    vocabulary = [f"<0x{byte:02X}>" for byte in range(256)] + ["a", *runs, "<|end|>"]
+    merges = [(run, run) for run in runs[:-1]]
+    numbers = {piece: n for n, piece in enumerate(vocabulary)}
+    engine = Tokenizer(models.BPE(numbers, merges, byte_fallback=True))
+    if normalizer is not None:
+        engine.normalizer = normalizer
+    if pre_tokenizer is not None:
+        engine.pre_tokenizer = pre_tokenizer
+    engine.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    config = b'{"eos_token": "<|end|>"}'
+    return PublishedTokenizer({"tokenizer.json": engine.to_str().encode(), "tokenizer_config.json": config})
+
+
+@pytest.mark.parametrize("parts", ["metaspace", "replaced", "both", "shorter", "twice"])
+def test_a_character_that_is_the_same_piece_as_a_space(parts):
+    """Tokens of 16 spaces hold 48 bytes where a text spells them as the character that they are in the vocabulary."""
+    from tokenizers import normalizers, pre_tokenizers
+
+    spaces, whole = normalizers.Replace(" ", "\u2581"), pre_tokenizers.Metaspace(split=False, prepend_scheme="never")
+    found = {
+        "metaspace": (None, whole),
+        "replaced": (spaces, None),
+        "both": (spaces, whole),
+        "shorter": (normalizers.Replace("   ", "\u2581"), None),
+        "twice": (normalizers.Sequence([normalizers.Replace(x, y) for x, y in (("aaa", " "), (" ", "\u2581"))]), None),
+    }[parts]
+    tokenizer = pieces_of(16, *found)
+    units = ("\u2581", " ", "\u2581 ", "aaa", "a\u2581", "   \u2581", "\u2581" * 16 + " " * 16, "\u4e2d")
+    for unit in units:
+        text = unit * (1600 if len(unit) < 16 else 100)
+        ids = tokenizer.encode(text)
+        assert tokenizer.encode_within(text, len(ids)) == ids, unit
+    assert len(tokenizer.encode("\u2581" * 1600)) == 100
+    with pytest.raises(TooManyTokens):
+        tokenizer.encode_within("\u2581" * 1600, 99)
+
+
+def test_a_text_of_pieces_that_cannot_fit_is_not_encoded(monkeypatch):
+    from tokenizers import pre_tokenizers
+
+    tokenizer = pieces_of(16, None, pre_tokenizers.Metaspace(split=False, prepend_scheme="never"))
+    found = counted(tokenizer, monkeypatch)
+    with pytest.raises(TooManyTokens):
+        tokenizer.encode_within("\u4e2d" * 100_000, 1000)
+    assert not found
