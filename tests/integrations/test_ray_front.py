@@ -165,6 +165,30 @@ def test_a_replica_that_is_lost_before_its_answer(gate, stream, after):
         assert f"lineate_front_retries_total {float(lost)}" in metrics and "lineate_front_lost_total 0.0" in metrics
 
 
+def test_long_bodies_are_read_beside_the_event_loop(gate, monkeypatch):
+    gate.set()
+    of, threads = Call.of, []
+
+    def noted(scope, body, most):
+        threads.append(threading.current_thread())
+        return of(scope, body, most)
+
+    monkeypatch.setattr(Call, "of", noted)
+    with serving(gate) as server:
+        for size in (10, 2**15):
+            body = {"messages": [{"role": "user", "content": "a" * size}]}
+            assert server.http.post(CHAT, json=body).status_code == 200
+        assert threads[0] is server.thread and threads[1] is not server.thread
+
+
+def test_a_body_with_too_many_values_is_refused_by_its_replica(gate):
+    gate.set()
+    with serving(gate, values=1000) as server:
+        answer = server.http.post(CHAT, json={"messages": [[]] * 20_000})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "array_above_max_length"
+        assert server.http.post(CHAT, json=BODY).status_code == 200
+
+
 def test_a_replica_that_is_lost_in_the_middle_of_a_stream(gate):
     gate.set()
     with serving(gate) as server:

@@ -168,15 +168,18 @@ def shared_blocks(one, other) -> int:
     return next((n for n, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
 
 
+VALUES = 1000
+
+
 def test_blocks_of_prompts():
     text = "The sea is wide and the sea is deep, and it is full of fish. "
-    one = blocks_of(COMPLETIONS, body(prompt=text * 3))
+    one = blocks_of(COMPLETIONS, body(prompt=text * 3), VALUES)
     assert len(one) == len(text * 3) // BLOCK
-    other = blocks_of(COMPLETIONS, body(prompt=[text * 2 + "Here it ends.", "a second one"]))
+    other = blocks_of(COMPLETIONS, body(prompt=[text * 2 + "Here it ends.", "a second one"]), VALUES)
     assert shared_blocks(one, other) == len(text * 2) // BLOCK
-    ids = blocks_of(COMPLETIONS, body(prompt=list(range(100))))
-    assert shared_blocks(ids, blocks_of(COMPLETIONS, body(prompt=[list(range(70))]))) == 70 // BLOCK
-    assert blocks_of(COMPLETIONS, body(prompt="short")) == array("q")
+    ids = blocks_of(COMPLETIONS, body(prompt=list(range(100))), VALUES)
+    assert shared_blocks(ids, blocks_of(COMPLETIONS, body(prompt=[list(range(70))]), VALUES)) == 70 // BLOCK
+    assert blocks_of(COMPLETIONS, body(prompt="short"), VALUES) == array("q")
 
 
 def test_a_conversation_begins_like_its_earlier_turns():
@@ -185,12 +188,12 @@ def test_a_conversation_begins_like_its_earlier_turns():
         {"role": "user", "content": "Which ones swim? " * 3},
     ]
     said = [*turns, {"role": "assistant", "content": "All."}, {"role": "user", "content": "And which ones fly?"}]
-    earlier, later = blocks_of(CHAT, body(messages=turns)), blocks_of(CHAT, body(messages=said, seed=3))
+    earlier, later = blocks_of(CHAT, body(messages=turns), VALUES), blocks_of(CHAT, body(messages=said, seed=3), VALUES)
     assert shared_blocks(earlier, later) == len(earlier) > 5 and len(later) > len(earlier)
     parts = [{"role": "system", "content": [{"type": "text", "text": turns[0]["content"]}]}, turns[1]]
-    assert blocks_of(CHAT, body(messages=parts)) == earlier
+    assert blocks_of(CHAT, body(messages=parts), VALUES) == earlier
     tools = [{"type": "function", "function": {"name": "find_fish", "parameters": {}}}]
-    assert shared_blocks(earlier, blocks_of(CHAT, body(messages=turns, tools=tools))) == 0
+    assert shared_blocks(earlier, blocks_of(CHAT, body(messages=turns, tools=tools), VALUES)) == 0
 
 
 REFUSED = (
@@ -201,8 +204,22 @@ REFUSED = (
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_bodies_that_the_replica_will_refuse(text):
-    assert len(blocks_of(CHAT, text)) == 0 and len(blocks_of(COMPLETIONS, text)) == 0
-    assert len(blocks_of("/tokenize", body(prompt="a" * 100))) == 0
+    assert len(blocks_of(CHAT, text, VALUES)) == 0 and len(blocks_of(COMPLETIONS, text, VALUES)) == 0
+    assert len(blocks_of("/tokenize", body(prompt="a" * 100), VALUES)) == 0
+
+
+def test_a_body_with_too_many_values_is_not_read(monkeypatch):
+    read = []
+    monkeypatch.setattr("pydantic_core.from_json", lambda text: read.append(len(text)) or {})
+    monkeypatch.setattr("lineate.integrations.ray.prompts.IDS", 500)
+    many = body(messages=[[]] * 2000)
+    for path in (CHAT, COMPLETIONS):
+        assert len(blocks_of(path, many, 1000)) == 0 and not read
+    ids = body(prompt=list(range(1200)))
+    blocks_of(CHAT, ids, 1000)
+    assert not read
+    blocks_of(COMPLETIONS, ids, 1000)
+    assert read == [len(ids)]
 
 
 WRONG = {

@@ -30,16 +30,17 @@ class Call:
     ticket: str = field(default="", compare=False)
 
     @classmethod
-    def of(cls, scope: Any, body: bytes) -> "Call":
+    def of(cls, scope: Any, body: bytes, most: int) -> "Call":
         """Return the call of an ASGI scope.
 
         Args:
             scope: The scope of a request.
             body: Its body.
+            most: The most values of a body that is read, besides ids (blocks_of).
         """
         path = scope["path"]
         headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
-        return cls(scope["method"], path, scope.get("query_string", b""), headers, body, blocks_of(path, body))
+        return cls(scope["method"], path, scope.get("query_string", b""), headers, body, blocks_of(path, body, most))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Call, (self.method, self.path, self.query, self.headers, self.body)

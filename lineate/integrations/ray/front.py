@@ -29,6 +29,7 @@ from lineate.integrations.ray.replica import Report
 from lineate.integrations.ray.routing import RoutingStats
 from lineate.serving.api.errors import ApiError, unavailable
 from lineate.serving.api.foreign import EXPOSED
+from lineate.serving.api.lanes import LONG_BYTES
 from lineate.serving.api.responses import answer, answer_api_error, read_body, unless_gone
 from lineate.serving.app import Settings
 from lineate.serving.gate import Gate, Keys, Traffic
@@ -73,7 +74,7 @@ class Front:
     def __init__(self, replicas: Replicas, settings: Settings) -> None:
         self.replicas, self.limits, self.keys = replicas, settings.limits, Keys(settings.api_keys)
         self.engine = self  # a DrainingServer stops it when answers take too long
-        self._stopped = asyncio.Event()
+        self._stopped, self._reading = asyncio.Event(), asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.registry = CollectorRegistry()
         self._requests = Counter(
@@ -115,13 +116,13 @@ class Front:
             body = await read_body(request, self.limits)
         outgoing = Outgoing(send, self.limits.send_seconds)
         try:
-            await unless_gone(receive, self._until_stopped(Call.of(scope, body), outgoing))
+            await unless_gone(receive, self._until_stopped(scope, body, outgoing))
         except TimeoutError:
             LOG.info("a client took nothing for %g s", self.limits.send_seconds)
 
-    async def _until_stopped(self, call: Call, outgoing: Outgoing) -> None:
+    async def _until_stopped(self, scope: Scope, body: bytes, outgoing: Outgoing) -> None:
         """Pass a request on unless the front is stopped first."""
-        passing = asyncio.ensure_future(self._pass(call, outgoing))
+        passing = asyncio.ensure_future(self._pass(scope, body, outgoing))
         stopped = asyncio.ensure_future(self._stopped.wait())
         try:
             await asyncio.wait({passing, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -134,8 +135,9 @@ class Front:
         if not outgoing.done:
             await outgoing.fail(unavailable("the server is shutting down", "shutting_down"))
 
-    async def _pass(self, call: Call, outgoing: Outgoing) -> None:
+    async def _pass(self, scope: Scope, body: bytes, outgoing: Outgoing) -> None:
         """Give a request to one replica after another until one has answered, or the client has seen a part."""
+        call = await self._read(scope, body)
         for tried in range(TRIES):
             if tried:
                 self._retries.inc()
@@ -153,6 +155,13 @@ class Front:
                 break
         self._lost.inc()
         await outgoing.fail(unavailable("the replica that was answering was lost", "replica_lost"))
+
+    async def _read(self, scope: Scope, body: bytes) -> Call:
+        """Return the call of a request; long bodies are read beside the event loop, one at a time."""
+        if len(body) <= LONG_BYTES:
+            return Call.of(scope, body, self.limits.values)
+        async with self._reading:
+            return await asyncio.to_thread(Call.of, scope, body, self.limits.values)
 
     async def _try(self, call: Call, outgoing: Outgoing) -> None:
         """Give a request to one replica. A stream is never silent for long, and other answers have a time limit."""

@@ -8,25 +8,32 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lineate.serving.api.bodies import check_values
+from lineate.serving.api.errors import ApiError
+
 BLOCK = 16
 """Characters, or ids of tokens, of a block."""
+IDS = 2**20
+"""Ids of tokens in the prompts of a completion; one with more goes to the replica that has least to do."""
 CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
 
 
-def blocks_of(path: str, body: bytes) -> "array[int]":
-    """Return the blocks of a request's prompt; none if it has no prompt that can be read.
+def blocks_of(path: str, body: bytes, most: int) -> "array[int]":
+    """Return the blocks of a request's prompt; none if it has no prompt that can be read, or too many values.
 
     Args:
         path: The route of the request.
         body: Its body.
+        most: The most values, besides IDS ids of the prompts of completions.
     """
     if path not in (CHAT, COMPLETIONS):
         return array("q")
     from pydantic_core import from_json
 
     try:
+        check_values(body, most + (IDS if path == COMPLETIONS else 0))
         fields = from_json(body)
-    except ValueError:
+    except (ApiError, ValueError):
         return array("q")
     if not isinstance(fields, Mapping):
         return array("q")
