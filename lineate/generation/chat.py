@@ -7,6 +7,7 @@ going on in two ways, costs nothing.
 """
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -19,6 +20,7 @@ from lineate.folders import why_not_writable_file
 from lineate.generation.choice import Sampling
 from lineate.generation.sampling import Generation, generate
 from lineate.models import HybridLM, ModelState
+from lineate.models.fields import show
 from lineate.text import DEFAULT_STOPS, DEFAULT_TEMPLATE, ChatTemplate, Detokenizer, StopStrings, Tokenizer
 from lineate.text.shield import Shield
 
@@ -26,6 +28,8 @@ Message = dict[str, Any]
 ROLES = ("system", "user", "assistant")
 LARGEST_FILE = 16 * 2**20
 """The most bytes of a file that `load` reads."""
+LARGEST_COUNT = 2**31 - 1
+"""The most that a resumed file may set where tokens are counted."""
 DEFAULT = Sampling(temperature=0.8, top_p=0.95)
 
 
@@ -345,21 +349,46 @@ def _options(file: Path, found: dict[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     try:
         if "sampling" in found:
-            own = dict(found["sampling"])
-            own["logit_bias"] = tuple((int(token), float(bias)) for token, bias in own.get("logit_bias", ()))
-            options["sampling"] = Sampling(**own)
+            options["sampling"] = _sampling(found["sampling"])
         if "max_new_tokens" in found:
             options["max_new_tokens"] = tokens = found["max_new_tokens"]
-            if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-                raise ValueError(f"max_new_tokens must be an int of at least 1, got {tokens!r}")
+            if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= LARGEST_COUNT:
+                raise ValueError(f"max_new_tokens must be an int from 1 to {LARGEST_COUNT:,}, got {show(tokens)}")
         if "stop" in found:
-            options["stop"] = stop = tuple(found["stop"])
-            if not all(isinstance(text, str) and text for text in stop):
-                raise ValueError(f"stop must be texts that are not empty, got {found['stop']!r}")
+            stop = found["stop"]
+            if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+                raise ValueError(f"stop must be a list of texts that are not empty, got {show(stop)}")
+            options["stop"] = tuple(stop)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file} must have options as /save writes them, got others ({error}); /load takes only its "
                          "messages") from None  # fmt: skip
     return options
+
+
+def _sampling(given: Any) -> Sampling:
+    """Return the sampling options of a file; what is wrong with them raises ValueError or TypeError with its key."""
+    if not isinstance(given, dict):
+        raise ValueError(f"sampling must be an object, got {show(given)}")
+    biases = given.get("logit_bias", [])
+    if not isinstance(biases, list) or not all(map(_is_bias, biases)):
+        raise ValueError(f"logit_bias must be a list of pairs of a token and a number, got {show(biases)}")
+    for name, value in given.items():
+        if name == "top_k" and isinstance(value, int) and value > LARGEST_COUNT:
+            raise ValueError(f"top_k must be at most {LARGEST_COUNT:,}, got {show(value)}")
+        if name not in ("logit_bias", "seed") and not _is_number(value):
+            raise ValueError(f"{name} must be a number that a float can hold, got {show(value)}")
+    return Sampling(**{**given, "logit_bias": tuple((token, float(bias)) for token, bias in biases)})
+
+
+def _is_bias(value: Any) -> bool:
+    """Whether a value of JSON is a token and what is added to its logit."""
+    pair = isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+    return pair and isinstance(value[0], int) and 0 <= value[0] <= LARGEST_COUNT
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value of JSON is a finite number that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_message(value: Any) -> bool:

@@ -211,6 +211,44 @@ def test_files(model: HybridLM, tmp_path: Path) -> None:
         talk.load(tmp_path / "none.json")
 
 
+WRONG_OPTIONS = {
+    "logit_bias must": [
+        '{"sampling": {"logit_bias": [[Infinity, 1]]}}', f'{{"sampling": {{"logit_bias": [[1, {10**400}]]}}}}',
+        '{"sampling": {"logit_bias": [[1.5, 1]]}}', '{"sampling": {"logit_bias": [[1, NaN]]}}',
+        '{"sampling": {"logit_bias": [[1]]}}', '{"sampling": {"logit_bias": 3}}',
+        '{"sampling": {"logit_bias": ["12"]}}',
+        f'{{"sampling": {{"logit_bias": [[{2**63}, 1]]}}}}', '{"sampling": {"logit_bias": [[true, 1]]}}',
+    ],
+    "temperature must": [f'{{"sampling": {{"temperature": {10**400}}}}}', '{"sampling": {"temperature": -1}}'],
+    "repetition_penalty must": [f'{{"sampling": {{"repetition_penalty": {10**400}}}}}'],
+    "presence_penalty must": [f'{{"sampling": {{"presence_penalty": {10**400}}}}}'],
+    "top_k must": [f'{{"sampling": {{"top_k": {10**30}}}}}', '{"sampling": {"top_k": 1.5}}'],
+    "seed must": [f'{{"sampling": {{"seed": {10**30}}}}}'],
+    "max_new_tokens must": [f'{{"max_new_tokens": {10**30}}}', '{"max_new_tokens": 1e3}'],
+    "stop must be a list": ['{"stop": "end"}', '{"stop": {"end": 1}}', '{"stop": [3]}', '{"stop": null}'],
+    "sampling must be an object": ['{"sampling": [["temperature", 1]]}', '{"sampling": null}'],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("why", "options"), [(why, x) for why, texts in WRONG_OPTIONS.items() for x in texts])
+def test_wrong_options_of_a_file_are_named_with_it(why: str, options: str, model: HybridLM, tmp_path: Path) -> None:
+    talk = conversation(model)
+    (tmp_path / "talk.json").write_text('{"messages": [], ' + options[1:])
+    before = (talk.sampling, talk.max_new_tokens, talk.stop)
+    with pytest.raises(ValueError, match=rf"talk\.json must have options as /save writes them, got others \({why}"):
+        talk.resume(tmp_path / "talk.json")
+    assert (talk.sampling, talk.max_new_tokens, talk.stop) == before
+
+
+def test_options_of_a_file_are_those_that_were_saved(model: HybridLM, tmp_path: Path) -> None:
+    sampling = Sampling(0.5, 3, seed=2**64 - 1, logit_bias=((1, 2.0),))
+    talk = replace(conversation(model), sampling=sampling, stop=("end",))
+    talk.save(tmp_path / "talk.json")
+    other = conversation(model)
+    other.resume(tmp_path / "talk.json")
+    assert (other.sampling, other.max_new_tokens, other.stop) == (talk.sampling, talk.max_new_tokens, ("end",))
+
+
 def test_a_template_that_refuses_takes_the_message_back(model: HybridLM) -> None:
     talk = conversation(model, OWN + "{{ raise_exception('no digits') if '1' in messages[-1].content }}")
     with pytest.raises(ValueError, match="no digits"):
