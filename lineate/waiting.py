@@ -7,12 +7,13 @@ the thread that is waited for then waits for the core, and two threads are much 
 import os
 import sys
 from collections.abc import MutableMapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 SPINS = "1000"
 """How often a waiting thread looks before it sleeps: tens of microseconds."""
 _CHOSEN = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+_WITH_VALUE = ("--check-hash-based-pycs",)
+"""Python's long options whose value is the next word."""
 
 
 def spin_briefly(words: Sequence[str], environment: MutableMapping[str, str]) -> None:
@@ -24,10 +25,30 @@ def spin_briefly(words: Sequence[str], environment: MutableMapping[str, str]) ->
         words: of the command line, as in sys.orig_argv.
         environment: as os.environ.
     """
-    module = ("-m", "lineate.cli") in pairwise(words)
-    script = any(Path(word).name == "lineate" for word in words[:3])
-    if (module or script) and not any(name in environment for name in _CHOSEN):
+    if _starts_a_command(words) and not any(name in environment for name in _CHOSEN):
         environment["GOMP_SPINCOUNT"] = SPINS
+
+
+def _starts_a_command(words: Sequence[str]) -> bool:
+    """Whether the program of a command line is lineate; what stands behind it are the program's own arguments."""
+    if words and Path(words[0]).name == "lineate":
+        return True
+    rest = iter(words[1:])
+    for word in rest:
+        if not word.startswith("-") or word == "-":
+            return Path(word).name == "lineate"
+        if word.startswith("--"):
+            if word in _WITH_VALUE:
+                next(rest, None)
+            continue
+        for at, letter in enumerate(word[1:], 2):  # of options that are written as one word
+            if letter in "cm":  # the program is what follows
+                return letter == "m" and (word[at:] or next(rest, "")) == "lineate.cli"
+            if letter in "WX":
+                if not word[at:]:
+                    next(rest, None)
+                break
+    return False
 
 
 if "torch" not in sys.modules:
