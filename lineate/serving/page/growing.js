@@ -33,16 +33,17 @@ export class Growing {
     let at = this.at;
     for (;;) {
       at = afterBlankLines(text, at);
-      if (at >= text.length) break;
-      const rest = text.slice(at);
-      const [kind, View, found] = blockOf(rest.slice(0, lineEnd(rest, 0)), this.depth);
+      if (used === 0) this.at = at;
+      const line = text.slice(at, lineEnd(text, at));
+      if (line.trim() === "") break;
+      const [kind, View, found] = blockOf(line, this.depth);
       if (this.open[used]?.kind !== kind || this.open[used].at !== at) {
         this.close(used);
         const view = new View(found, this.depth);
         this.open.push(Object.assign(view, { kind, at }));
         this.parent.append(view.element);
       }
-      const [length, certain] = this.open[used].show(rest);
+      const [length, certain] = this.open[used].show(text.slice(at));
       at += length;
       if (certain && used === 0) {
         this.open.shift();
@@ -80,14 +81,13 @@ function lineEnd(text, from) {
   return end < 0 ? text.length : end;
 }
 
-/** Return where the first line begins that is not blank, or the length of the text. */
+/** Return where the first line begins that is not blank, or the last one, which may still get words. */
 function afterBlankLines(text, at) {
-  while (at < text.length) {
+  for (;;) {
     const end = lineEnd(text, at);
-    if (text.slice(at, end).trim() !== "") return at;
+    if (end === text.length || text.slice(at, end).trim() !== "") return at;
     at = end + 1;
   }
-  return text.length;
 }
 
 // Each view has an element and `show(rest)`, which gets the text from the beginning of the block to the end of all, and
@@ -188,34 +188,32 @@ class ListLines {
     this.base = indent.length;
     this.ordered = /\d/.test(mark);
     this.read = 0; // where the first line begins that may still change, or a blank one that may be the last
+    this.tail = 0; // where the first line begins after those blank ones
   }
 
   show(rest) {
-    let at = this.read;
-    let blank = "";
     for (;;) {
-      const end = lineEnd(rest, at);
-      const line = rest.slice(at, end);
+      const end = lineEnd(rest, this.tail);
+      const line = rest.slice(this.tail, end);
       const item = ITEM.exec(line);
       const inside = line.startsWith("  ") || (item !== null && /\d/.test(item[2]) === this.ordered);
       if (line.trim() === "") {
-        blank += `${line}\n`;
-      } else if (at > 0 && !inside && (blank || begins(line))) {
+        if (end === rest.length) {
+          this.finish(rest);
+          return [this.tail, false];
+        }
+        this.addBlank(line);
+      } else if (this.tail > 0 && !inside && (this.tail > this.read || begins(line))) {
         this.finish(rest);
-        return [this.read, end < rest.length];
+        return [this.tail, end < rest.length];
       } else if (end === rest.length) {
-        this.finish(rest, line, item, blank);
+        this.finish(rest, line, item);
         return [end, false];
       } else {
-        this.add(line, item, blank);
+        this.add(line, item);
         this.read = end + 1;
-        blank = "";
       }
-      if (end >= rest.length) {
-        this.finish(rest);
-        return [Math.min(this.read, rest.length), false];
-      }
-      at = end + 1;
+      this.tail = end + 1;
     }
   }
 }
@@ -228,6 +226,7 @@ class List extends ListLines {
     if (this.ordered) this.element.start = Number.parseInt(first[2], 10);
     this.item = null; // {element, shown, content, width} of the last complete line
     this.next = null; // of the last line, if it begins another one
+    this.between = ""; // the blank lines after the last complete one
   }
 
   begin(item) {
@@ -241,24 +240,28 @@ class List extends ListLines {
     return item !== null && item[1].length < this.base + 2;
   }
 
-  continued({ content, width }, line, blank) {
-    const between = blank.split("\n").slice(0, -1).map((x) => `\n${withoutIndent(x, width)}`).join("");
-    return `${content}${between}\n${withoutIndent(line, width)}`;
+  continued({ content, width }, line) {
+    return `${content}${this.between}\n${withoutIndent(line, width)}`;
   }
 
-  add(line, item, blank) {
+  addBlank(line) {
+    this.between += `\n${withoutIndent(line, this.item.width)}`;
+  }
+
+  add(line, item) {
     if (this.isOwn(item)) {
       this.item?.shown.show(this.item.content);
       const begun = this.next ?? this.begin(item);
       this.next = null;
       this.item = Object.assign(begun, { content: item[3] ?? "", width: item[1].length + item[2].length + 1 });
     } else {
-      this.item.content = this.continued(this.item, line, blank);
+      this.item.content = this.continued(this.item, line);
     }
+    this.between = "";
   }
 
   /** Show what was added, and the last line if it is inside the list. */
-  finish(rest, line = null, item = null, blank = "") {
+  finish(rest, line = null, item = null) {
     if (line !== null && this.isOwn(item)) {
       this.item?.shown.show(this.item.content);
       this.next ??= this.begin(item);
@@ -267,7 +270,7 @@ class List extends ListLines {
     }
     this.next?.element.remove();
     this.next = null;
-    this.item?.shown.show(line === null ? this.item.content : this.continued(this.item, line, blank));
+    this.item?.shown.show(line === null ? this.item.content : this.continued(this.item, line));
   }
 }
 
@@ -280,6 +283,8 @@ class DeepList extends ListLines {
   }
 
   add() {}
+
+  addBlank() {}
 
   finish(rest, line = null) {
     this.words.show(line === null ? rest.slice(0, Math.min(this.read, rest.length)).replace(/\n$/, "") : rest);

@@ -10,6 +10,10 @@ export const HEADING = /^(#{1,6})[ \t]+(.*)$/;
 export const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?:[ \t]+(.*))?$/;
 export const DEEPEST = 6; // lists inside lists; deeper ones are shown as text
 
+// What is farther from a mark than this cannot change it any more, so that an answer that grows is not read again from there.
+const REACH = 2000; // characters between a mark and its partner; where there are more, the mark is text
+const BACKTICKS = 16; // in a run that begins or ends code; longer ones are text
+
 /** Whether a line ends the paragraph before it. */
 export const begins = (line) => FENCE.test(line) || HEADING.test(line) || ITEM.test(line);
 
@@ -37,13 +41,19 @@ export function inline(text) {
   let certain = 0;
   let count = 0;
   for (const token of tokens(text)) {
+    const far = token.at + (token.text?.length ?? 0) - REACH;
+    while (frames.length > 1 && frames[1].at < far) spill(frames);
+    const free = frames.length === 1 && token.free;
+    if (free) [certain, count] = [token.at, frames[0].nodes.length];
     if (token.code !== undefined) {
       put(make("code", { textContent: token.code }));
     } else if (token.mark === undefined) {
-      const free = frames.length === 1 && token.free;
-      const words = free && token.at + token.text.length === text.length ? lastSpace(token.text) : 0;
-      if (words > 0) put(document.createTextNode(token.text.slice(0, words)));
-      if (free) [certain, count] = [token.at + words, frames[0].nodes.length];
+      const words = free && token.last ? lastBreak(token.text) : 0;
+      if (words > 0) {
+        put(document.createTextNode(token.text.slice(0, words)));
+        certain += words;
+        count += 1;
+      }
       put(document.createTextNode(token.text.slice(words)));
     } else {
       const open = frames.findIndex((frame) => frame.mark === token.mark);
@@ -52,7 +62,7 @@ export function inline(text) {
         const { nodes } = frames.pop();
         put(make(token.mark === "**" ? "strong" : "em", {}, ...nodes));
       } else if (open < 0 && token.opens) {
-        frames.push({ mark: token.mark, nodes: [] });
+        frames.push({ mark: token.mark, nodes: [], at: token.at });
       } else {
         put(document.createTextNode(token.mark));
       }
@@ -62,11 +72,14 @@ export function inline(text) {
   return { nodes: frames[0].nodes, certain, count };
 }
 
-/** Return where the last space of a text is that has words before it, or 0. */
-function lastSpace(text) {
+/** Return where the last space of a text is that has words before it, or another place to part a very long word, or 0. */
+function lastBreak(text) {
   let at = text.length - 1;
   while (at > 0 && !/\s/.test(text[at])) at -= 1;
-  return Math.max(at, 0);
+  if (at > 0 || text.length <= REACH) return Math.max(at, 0);
+  at = text.length - 1;
+  while (at > 0 && (/[`*\uDC00-\uDFFF]/.test(text[at]) || /[`*]/.test(text[at - 1]))) at -= 1; // not inside a character
+  return at;
 }
 
 /** A mark that nothing closed is text. */
@@ -76,14 +89,18 @@ function spill(frames) {
 }
 
 /**
- * Yield {text, at, free}, {code} and {mark, opens, closes}; a mark is one or two stars. A text is free if no backtick up
- * to its end could become the beginning of code.
+ * Yield {text, at, free, last}, {code, at, free} and {mark, at, free, opens, closes}; a mark is one or two stars. A token
+ * is free if no backtick before it could become the beginning of code, and text is the last if none in it could either.
  */
 function* tokens(text) {
-  const unclosed = new Set(); // lengths of backtick runs that have no partner ahead: each is searched for only once
   const space = (character) => character === undefined || /\s/.test(character);
+  let pending = Infinity; // where the first run of backticks is that a partner may still follow
   let from = 0;
   let at = 0;
+  const words = (end) => {
+    const last = end === text.length && pending === Infinity;
+    return { text: text.slice(from, end), at: from, free: from <= pending, last };
+  };
   while (at < text.length) {
     const character = text[at];
     if (character !== "`" && character !== "*") {
@@ -93,26 +110,30 @@ function* tokens(text) {
     let end = at;
     while (text[end] === character) end += 1;
     const run = end - at;
-    const close = character === "`" && !unclosed.has(run) ? closingRun(text, end, run) : -1;
-    if (character === "`" && close < 0) unclosed.add(run);
-    if (close >= 0 || (character === "*" && run <= 2)) {
-      if (from < at) yield { text: text.slice(from, at), at: from, free: unclosed.size === 0 };
-      if (close >= 0) {
-        yield { code: text.slice(end, close) };
-        end = close + run;
-      } else {
-        yield { mark: text.slice(at, end), opens: !space(text[end]), closes: !space(text[at - 1]) };
-      }
+    const code = character === "`" && run <= BACKTICKS;
+    const close = code ? closingRun(text, end, run) : -1;
+    const waits = code && close < 0 && pending === Infinity && text.length <= end + REACH + BACKTICKS;
+    if (close >= 0 || waits || (character === "*" && run <= 2)) {
+      if (from < at) yield words(at);
       from = end;
+      if (close >= 0) {
+        yield { code: text.slice(end, close), at, free: at <= pending };
+        from = end = close + run;
+      } else if (waits) {
+        from = pending = at;
+      } else {
+        yield { mark: text.slice(at, end), at, free: at <= pending, opens: !space(text[end]), closes: !space(text[at - 1]) };
+      }
     }
     at = end;
   }
-  if (from < text.length) yield { text: text.slice(from), at: from, free: unclosed.size === 0 };
+  if (from < text.length) yield words(text.length);
 }
 
+/** Return where the next run of so many backticks begins, at most `REACH` characters ahead, or -1. */
 function closingRun(text, from, length) {
   let at = text.indexOf("`", from);
-  while (at >= 0) {
+  while (at >= 0 && at <= from + REACH) {
     let end = at;
     while (text[end] === "`") end += 1;
     if (end - at === length) return at;
