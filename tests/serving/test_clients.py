@@ -140,7 +140,7 @@ def test_fields_of_other_servers(http, caplog, server_of, stream):
 
 
 def test_a_warning_names_an_ignored_field_once(monkeypatch, caplog):
-    monkeypatch.setattr(foreign, "_told", set())
+    monkeypatch.setattr(foreign, "told", set())
     names = sorted(foreign.IGNORED)
     with caplog.at_level(logging.DEBUG, "lineate.serving"):
         for n in range(len(names)):
@@ -149,7 +149,7 @@ def test_a_warning_names_an_ignored_field_once(monkeypatch, caplog):
         assert warned == names
         told = [x.args[0] for x in caplog.records if x.levelno == logging.DEBUG]
         assert told == [", ".join(names[: n + 1]) for n in range(len(names) - 1)]
-    assert foreign._told == foreign.IGNORED
+    assert foreign.told == foreign.IGNORED
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_fields_that_would_change_the_answer(http, name, value):
 
 def test_a_prompt_without_the_tokens_before_it(http, tokenizer, monkeypatch):
     first = tokenizer.encode_rendered("<|endoftext|>")
-    monkeypatch.setattr(tokenizer, "_start", tuple(first))
+    monkeypatch.setattr(type(tokenizer), "start", property(lambda own: tuple(first)))
     ids = tokenizer.encode("Once upon")
     for starts, same in ((None, first + ids), (True, first + ids), (False, ids)):
         found = post(http, "/v1/completions", prompt=["Once upon", "a"], add_special_tokens=starts)

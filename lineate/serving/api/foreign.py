@@ -102,14 +102,14 @@ def accept_foreign(fields: Fields) -> tuple[str, ...]:
     return tuple(ignored)
 
 
-_told: set[str] = set()
+told: set[str] = set()
 """Fields that a warning has named; at most those of IGNORED."""
 
 
 def _tell(ignored: tuple[str, ...]) -> None:
     """Log which fields are ignored: as a warning those that come for the first time, the others for debugging."""
-    new = [name for name in ignored if name not in _told]
-    _told.update(new)
+    new = [name for name in ignored if name not in told]
+    told.update(new)
     old = [name for name in ignored if name not in new]
     for level, names in ((logging.WARNING, new), (logging.DEBUG, old)):
         if names:
