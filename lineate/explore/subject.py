@@ -200,7 +200,7 @@ def _from_folder(given: str) -> Subject:
         )
     place = find_model(folder)
     config = read_config(open_checkpoint(place))
-    make = partial(HybridLM.from_pretrained, place, dtype=torch.float32, progress=False)
+    make = partial(HybridLM.from_pretrained, place, dtype=torch.float32, progress=False, sampling_defaults=False)
     name = given if is_hub_name(given) else folder.resolve().name
     return Subject(config, make, shown(name, 32), True, *_tokenizer(place))
 

@@ -22,12 +22,12 @@ from lineate.models.files.checkpoint import Checkpoint, save_streamed
 from lineate.models.files.filling import allocate, dtype_of, fill
 from lineate.models.files.gguf_tokenizer import UnknownTokenizer, companions_of
 from lineate.models.files.loading import LoadingPlan, check_all, show_progress
-from lineate.models.files.safetensors import TensorSize
+from lineate.models.files.safetensors import CheckpointError, TensorSize
 from lineate.models.files.tiled import sizes, stored_tensors
 from lineate.models.hybrid import empty_model
 from lineate.models.opening import open_checkpoint
 from lineate.models.pretrained import SHARD_BYTES, own_config, write_beside
-from lineate.models.sampling_defaults import read_sampling_defaults
+from lineate.models.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from lineate.small.format import Format
 from lineate.small.which import find_format, small_formats
 
@@ -72,7 +72,7 @@ def quantize_checkpoint(
     form, out = find_format(weights), Path(out).resolve()
     _check_free(out)
     checkpoint = open_checkpoint(name)
-    config, defaults = read_config(checkpoint), read_sampling_defaults(checkpoint)
+    config, defaults = read_config(checkpoint), _defaults(checkpoint)
     model = empty_model(config)
     checkpoint = present(checkpoint, model)
     plan, tensors, small = make_plan(checkpoint, config, model), model.state_dict(), small_formats(model, form)
@@ -100,6 +100,16 @@ def quantize_checkpoint(
     files = {checkpoint.entries[piece.source].file for pieces in plan.pieces.values() for piece in pieces}
     before = sum(file.stat().st_size for file in files)
     return Quantized(out, form, before, sum(size.nbytes for size in flat.values()), stayed)
+
+
+def _defaults(checkpoint: Checkpoint) -> SamplingDefaults | None:
+    """Return the sampling options that a checkpoint names; wrong ones give a warning, as nothing is drawn here."""
+    try:
+        return read_sampling_defaults(checkpoint)
+    except CheckpointError as error:
+        kept = "left out of" if checkpoint.metadata is not None else "copied as they are to"
+        warnings.warn(f"{error}; the sampling options are {kept} the new folder", stacklevel=3)
+        return None
 
 
 def _check_free(out: Path) -> None:

@@ -133,5 +133,5 @@ def _drafter(asked: ServeArguments, model: "HybridLM") -> Any:
         return PromptLookup()
     if asked.draft == HEAD:
         return PredictionDrafter(model)
-    smaller, _ = load_model(asked.draft, asked.dtype, model.device, name_of_bits(asked.bits))
+    smaller, _ = load_model(asked.draft, asked.dtype, model.device, name_of_bits(asked.bits), sampling_defaults=False)
     return DraftModel(smaller, model.config.vocab_size)

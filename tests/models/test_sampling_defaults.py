@@ -1,16 +1,22 @@
 """The sampling options that a checkpoint names: read, refused if they are wrong, used by generate, and saved."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lineate.explore.pictures import PictureOptions
+from lineate.explore.subject import open_subject
 from lineate.generation import Sampling, generate
 from lineate.generation.defaults import OWN, SamplingFlags
 from lineate.models import HybridLM, preset
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.quantizing import quantize_checkpoint
 from lineate.models.sampling_defaults import SamplingDefaults, parse_sampling_defaults
+from lineate.serving import building
+from lineate.serving.drafting import DraftModel
+from lineate.text import Bytes
 
 QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [3, 4], "pad_token_id": 3}
 NAMED = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)
@@ -96,6 +102,27 @@ def test_wrong_values_are_refused_by_file_and_key(case, folder):
     assert expected in str(error.value) and str(folder / FILE) in str(error.value)
     assert "leave it out" in str(error.value)
     assert load(folder, sampling_defaults=False).sampling_defaults is None  # the model itself can be used
+
+
+def test_what_draws_nothing_takes_a_checkpoint_with_wrong_values(folder, tmp_path):
+    text = '{"temperature": -1, "top_p": 0.9}'
+    write(folder, text)
+    with pytest.warns(UserWarning, match=r"temperature must be .*; the sampling options are copied as they are to"):
+        quantize_checkpoint(folder, tmp_path / "int8", "int8", progress=False)
+    assert (tmp_path / "int8" / FILE).read_text() == text
+    assert load(tmp_path / "int8", sampling_defaults=False).sampling_defaults is None
+    with pytest.raises(CheckpointError, match="temperature must be"):
+        load(tmp_path / "int8")
+    assert open_subject(PictureOptions(model=str(folder))).model.sampling_defaults is None
+
+
+def test_a_draft_takes_a_checkpoint_with_wrong_values(tmp_path):
+    model = HybridLM(preset("tiny", "GA", vocab_size=260))
+    model.save_pretrained(tmp_path)
+    Bytes().save(tmp_path)
+    write(tmp_path, {"temperature": -1})
+    asked = SimpleNamespace(draft=str(tmp_path), dtype="auto", bits=None)
+    assert isinstance(building._drafter(asked, model), DraftModel)
 
 
 def test_what_is_set_is_refused_alike():
