@@ -114,14 +114,20 @@ def _engine(asked: ServeArguments, model: "HybridLM", job: "RankedJob | None") -
         spacing=spacing,
         queue=asked.queue,
         cache=cache,
-        drafter=_drafter(asked, model),
+        drafter=find_drafter(asked, model),
         most_guesses=asked.guesses,
         state_dtype=asked.state_dtype,
         state_rounding=asked.state_rounding,
     )
 
 
-def _drafter(asked: ServeArguments, model: "HybridLM") -> Any:
+def find_drafter(asked: ServeArguments, model: "HybridLM") -> Any:
+    """Return what guesses tokens, as the options say; None if nothing does.
+
+    Args:
+        asked: The options.
+        model: The model that checks the guesses.
+    """
     from lineate.generation.loading import load_model
     from lineate.serving.drafting import DraftModel, PromptLookup
     from lineate.serving.predicting import PredictionDrafter

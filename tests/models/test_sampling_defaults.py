@@ -122,7 +122,7 @@ def test_a_draft_takes_a_checkpoint_with_wrong_values(tmp_path):
     Bytes().save(tmp_path)
     write(tmp_path, {"temperature": -1})
     asked = SimpleNamespace(draft=str(tmp_path), dtype="auto", bits=None)
-    assert isinstance(building._drafter(asked, model), DraftModel)
+    assert isinstance(building.find_drafter(asked, model), DraftModel)
 
 
 def test_what_is_set_is_refused_alike():
