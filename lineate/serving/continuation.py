@@ -66,11 +66,6 @@ class Continuation:
         return len(self.ids)
 
     @property
-    def tokens(self) -> int:
-        """How many tokens it has, without the prompt."""
-        return len(self.ids) - len(self.handle.request.ids)
-
-    @property
     def left(self) -> int:
         """How many more tokens it may have."""
         return self.end - len(self.ids)

@@ -67,7 +67,8 @@ class Reading:
         """How many tokens the state has read."""
         self.cached_tokens = 0
         """How many of them came from the cache."""
-        self.seconds, self.read = 0.0, 0  # time spent, and tokens read in it
+        self.read = 0
+        """How many tokens were read here, not found in the cache."""
         self.state: ModelState | None = None
         self.logits: Tensor | None = None
         """The logits of the last token, `vocab`, once all are read."""
@@ -139,7 +140,7 @@ class Reading:
             return
         stop = self.next_stop
         hidden, state, seconds = _read(self.model, self.ids[self.position : stop], self.state, self.clock)
-        self.seconds, self.read = self.seconds + seconds, self.read + stop - self.position
+        self.read += stop - self.position
         done = stop == len(self.ids)
         # A prompt may end where this one is cut; the head reads one token, the piece has a spacing of them.
         logits = self.model.logits(hidden[:, -1:])[0, -1] if done or self.cache is not None else None

@@ -36,11 +36,7 @@ def _message(message: Fields, called: set[str], limits: Limits) -> dict[str, Any
         result["name"] = name
     if role == "assistant":
         message.text("refusal")
-        for key in (
-            "reasoning_content",
-            "reasoning",
-            "thinking",
-        ):  # what this server called its own reasoning, given back
+        for key in ("reasoning_content", "reasoning", "thinking"):  # names of the reasoning that clients send back
             if (text := message.text(key)) is not None:
                 result["reasoning_content"] = text
         given = message.objects("tool_calls", limits.tools)

@@ -20,11 +20,8 @@ async def tokenize(service: Service, request: Request) -> Response:
         most = service.limits.ids
         try:
             if fields.take("messages") is not None:
-                param, messages, tools = (
-                    "messages",
-                    read_messages(fields, service.limits),
-                    read_tools(fields, service.limits),
-                )
+                param = "messages"
+                messages, tools = read_messages(fields, service.limits), read_tools(fields, service.limits)
                 fields.finish()
                 ids = service.chat_ids(messages, tools, {}, most)
             else:
@@ -32,9 +29,8 @@ async def tokenize(service: Service, request: Request) -> Response:
                 start = service.tokenizer.start if starts else ()
                 ids = (*start, *service.tokenizer.encode_within(text, most))
         except TooManyTokens:
-            raise invalid(
-                param, f"{param} must have at most {most} tokens, got more", "string_above_max_length"
-            ) from None
+            message = f"{param} must have at most {most} tokens, got more"
+            raise invalid(param, message, "string_above_max_length") from None
         texts = [service.tokenizer.shown_bytes(i, True).decode("utf-8", "replace") for i in ids]
         context = service.description.context
         return answer({"count": len(ids), "max_model_len": context, "tokens": ids, "texts": texts})
