@@ -17,7 +17,7 @@ VECTORS = 64
 MOST = 2**20
 """More elements are no decoding step."""
 GRAIN = 2**15
-"""Up to so many elements, torch has one thread; it shares out more in parts that need not be whole vectors."""
+"""torch uses one thread up to this many elements; above, threads get parts that need not be whole vectors."""
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

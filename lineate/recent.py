@@ -14,7 +14,7 @@ class RecentlyUsed(Generic[Key, Value]):
     older one, and the older one is forgotten. So a key in use costs one lookup in a dict, without a lock.
 
     Args:
-        n: How many keys it has at least, if so many were used.
+        n: The least number of keys that it remembers.
     """
 
     def __init__(self, n: int) -> None:

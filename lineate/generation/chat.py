@@ -171,9 +171,9 @@ class Conversation:
             "messages": self.messages, "sampling": asdict(self.sampling), "max_new_tokens": self.max_new_tokens,
             "stop": list(self.stop),
         }  # fmt: skip
-        beside = file.with_name(f"{file.name}.part")
-        beside.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", "utf-8")
-        beside.replace(file)  # a disk that is full leaves the file that was there
+        part = file.with_name(f"{file.name}.part")
+        part.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        part.replace(file)  # a disk that is full leaves the file that was there
 
     def load(self, file: Path) -> None:
         """Replace the messages by those of a JSON file; they are read with the next turn.

@@ -58,7 +58,7 @@ class DrawingArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class _Prompted:
-    """What `lineate generate` begins with."""
+    """The model and the prompt of `lineate generate`."""
 
     folder: str = argument("Folder of a run, or of a model and tokenizer, or a hub name.", "RUN")
     prompt: str | None = option(None, "What the text starts with; - or none: standard input.", "--prompt", "-p")
@@ -73,7 +73,7 @@ class GenerateArguments(DrawingArguments, _Prompted):
 
 @dataclass(frozen=True, kw_only=True)
 class _Instructed:
-    """What `lineate chat` begins with."""
+    """The model and the instructions of `lineate chat`."""
 
     folder: str | None = argument(
         "Folder of a run, or of a model and tokenizer, or a hub name; none: a small model.", "[RUN]", None

@@ -173,7 +173,7 @@ def own_config(config: HybridConfig, dtype: torch.dtype, form: Format | None) ->
 def write_beside(
     folder: Path, companions: Mapping[str, bytes], config: HybridConfig, defaults: SamplingDefaults | None = None
 ) -> None:
-    """Write the files of a tokenizer and of generating beside a model; defaults of None leave those of the file."""
+    """Write the files of a tokenizer and of generation next to a model; defaults of None leave those of the file."""
     write_companions(folder, companions)
     if GENERATION not in companions:
         _write_ends(folder / GENERATION, config)
@@ -213,7 +213,7 @@ def _write_ends(file: Path, config: HybridConfig) -> None:
 
 
 def _write_defaults(file: Path, defaults: SamplingDefaults) -> None:
-    """Bring the sampling options of generation_config.json to these; a file that has them already stays as it is."""
+    """Bring the sampling options of generation_config.json to these; a file that has them already is not changed."""
     values = read_json(file) if file.is_file() else {}
     try:
         same = (parse_sampling_defaults(file, values) or SamplingDefaults()) == defaults

@@ -82,7 +82,7 @@ def _obstacle(subject: str) -> str | None:
 
 
 class _Command:
-    """What the command line says once on stderr; a program that imports lineate asks lineate.explain instead."""
+    """The line that a command prints once on stderr; a program that imports lineate asks lineate.explain instead."""
 
     def __init__(self) -> None:
         self.speaks = False

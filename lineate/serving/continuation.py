@@ -221,7 +221,7 @@ class PromptLogprobs:
     Args:
         model: The model.
         ids: The prompt.
-        top: How many of the likeliest tokens are listed beside each one.
+        top: How many of the likeliest tokens are listed with each one.
     """
 
     def __init__(self, model: HybridLM, ids: tuple[int, ...], top: int) -> None:

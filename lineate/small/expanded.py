@@ -49,7 +49,7 @@ def kept_bytes() -> int:
 
 
 def fits(nbytes: int) -> bool:
-    """Whether a quarter of the memory is available besides so many bytes; False where that is not known."""
+    """Whether a quarter of the memory stays available after an allocation; False where that is not known."""
     found = [x for x in (machine_memory(), group_memory()) if x is not None]
     return bool(found) and all(available - nbytes >= total / 4 for total, available in found)
 

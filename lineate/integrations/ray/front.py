@@ -157,7 +157,7 @@ class Front:
         await outgoing.fail(unavailable("the replica that was answering was lost", "replica_lost"))
 
     async def _read(self, scope: Scope, body: bytes) -> Call:
-        """Return the call of a request; long bodies are read beside the event loop, one at a time."""
+        """Return the call of a request; long bodies are read in a thread, one at a time."""
         if len(body) <= LONG_BYTES:
             return Call.of(scope, body, self.limits.values)
         async with self._reading:

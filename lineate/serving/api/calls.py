@@ -20,9 +20,9 @@ TAGS = "<function="
 KIMI = "<|tool_call_begin|>"
 ARGUMENTS = "<|tool_call_argument_begin|>"
 SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
-"""What Kimi writes around all calls."""
+"""The markers of Kimi around all calls."""
 ENDS = {"<tool_call>": "</tool_call>", KIMI: "<|tool_call_end|>"}
-"""What a call begins and ends with."""
+"""The markers at the beginning and at the end of a call."""
 CLOSED = {**ENDS, TAGS: "</function>", SECTION[0]: ENDS[KIMI]}
 """Everything that a call may begin with, and the end that belongs to it."""
 
@@ -76,7 +76,7 @@ def may_become(text: str, opener: str, schemas: dict[str, dict[str, Any]]) -> bo
     """Whether a text can be the beginning of a call.
 
     Args:
-        text: The text after the opener; whether it ends with a part of the end marker is not looked at.
+        text: The text after the opener; a part of the end marker at its end is not recognised.
         opener: One of CLOSED.
         schemas: The parameters of each function.
     """
@@ -237,7 +237,7 @@ def _may_be_json(text: str) -> bool:
 
 @dataclass(frozen=True)
 class _Tags:
-    """What stands in a call with tags."""
+    """The contents of a call with tags."""
 
     state: str
     """ "whole", "open" if more must come, or "wrong"."""

@@ -49,7 +49,7 @@ def _check_echo(call: CompletionCall, prompts: Sequence[Prompt], most: int) -> N
 
 
 class _Begin:
-    """What all choices of a prompt begin with, as JSON that is made once.
+    """The beginning that all choices of a prompt share, as JSON that is made once.
 
     Args:
         tokenizer: Says what tokens look like.

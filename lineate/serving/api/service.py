@@ -83,7 +83,7 @@ class Prompt:
     reasoning: str = ""
     """ "open", "maybe" or "", as AnswerParser takes it."""
     grammar: tuple[str, str] | None = None
-    """What the answer must keep to, and the field that says so; `guided` makes the guide of it."""
+    """The grammar that the answer must follow, and the field that names it; `guided` makes the guide of it."""
 
 
 class Service:
@@ -117,7 +117,7 @@ class Service:
         self._lanes.close()
 
     async def prepare(self, body: bytes, made: Callable[[Fields], Made], ids: int = 0) -> Made:
-        """Read a body, and run what makes a prompt of it, beside the event loop; long ones do not delay short ones.
+        """Read a body, and run what makes a prompt of it, in a thread; long ones do not delay short ones.
 
         Args:
             body: The body.
@@ -185,7 +185,7 @@ class Service:
     def chat_ids(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], options: dict[str, Any], most: int
     ) -> tuple[int, ...]:
-        """Return at most so many ids of a chat, in which only the template makes control tokens; or TooManyTokens."""
+        """Return at most `most` ids of a chat, in which only the template makes control tokens; or TooManyTokens."""
         try:
             return tuple(self.tokenizer.encode_chat(messages, tools or None, most_tokens=most, **options))
         except ChatError as error:

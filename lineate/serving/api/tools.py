@@ -1,7 +1,7 @@
 """Calls of tools and reasoning in a model's text: found while the text arrives, and forced by a grammar.
 
 calls.py has the forms of a call. What is no call stays text; what was cut within a call is one whose arguments end
-there. So every character of a text is said or called exactly once, except for markers and the white space beside them.
+there. So every character of a text is said or called exactly once, except for markers and the white space around them.
 """
 
 import json
@@ -52,7 +52,7 @@ class AnswerParser:
         self._may_think = reasoning == "maybe"
         self._opener = ""  # of the call that is being read
         self._seen = 0  # from where its end is searched
-        self._look = FIRST_LOOK  # how long it must be to be looked at again
+        self._look = FIRST_LOOK  # how long it must be to be checked again
         self._ready: tuple[Called, int] | None = None  # it, and where it ends, while reasoning may still go on
         self._left_open = False  # whether the last call had no opener, so that its </tool_call> is left
         self.calls = 0
