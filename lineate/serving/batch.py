@@ -124,9 +124,12 @@ class Batch:
         for answer in self.answers:
             answer.pause()
 
-    def end_what_is_due(self) -> None:
-        """End continuations that were cancelled or stopped, and requests whose time is over."""
-        now = self.clock()
+    def end_what_is_due(self, now: float) -> None:
+        """End continuations that were cancelled or stopped, and requests whose time is over.
+
+        Args:
+            now: Seconds, from which all deadlines of a step are told.
+        """
         due = [job for job in self.jobs if job.handle.ending or (job.deadline is not None and now >= job.deadline)]
         for job in due:
             ending, over = job.handle.ending, is_over(job.deadline, now)

@@ -312,8 +312,9 @@ class Engine:
         """Make one step; return whether anything is left to do. Only one thread drives the engine."""
         with self._stepping:
             try:
-                self._end_waiting()
-                self._batch.end_what_is_due()
+                now = self.clock()
+                self._end_waiting(now)
+                self._batch.end_what_is_due(now)
                 self._admit()
                 idle = not self._batch.jobs
                 self._batch.read()
@@ -330,9 +331,8 @@ class Engine:
         self.on_failure(error)
         logger.error(message, *args, exc_info=error)
 
-    def _end_waiting(self) -> None:
+    def _end_waiting(self, now: float) -> None:
         """End requests that were cancelled, or whose time is over, before they were admitted."""
-        now = self.clock()
         with self._changed:
             due = [x for x in self._waiting if is_over(x.deadline, now) or len(x.handle.ending) == x.handle.request.n]
             for waiting in due:

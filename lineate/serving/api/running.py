@@ -18,6 +18,8 @@ from lineate.text.stream import Detokenizer, StopStrings
 LOG = logging.getLogger("lineate.serving")
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks; OpenAI's number."""
+EARLIER = 0.001
+"""Seconds by which the time of later parts of a request ends earlier, so that none of them begins after the first."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,11 @@ class Running:
         self._handles: list[Handle] = []
         self._cut: list[tuple[int, str]] = []  # choices that ended without a token, and as what
         try:
+            began = time.monotonic()
             for n, (_, request) in enumerate(parts):
+                if n and request.timeout is not None:  # no part may begin when the time of the first one is over
+                    left = request.timeout - (time.monotonic() - began) - EARLIER
+                    request = replace(request, timeout=max(left, EARLIER))
                 self._handles.append(service.submit(request, self._listener(n), param))
         except BaseException:
             self.close()
