@@ -29,6 +29,7 @@ from lineate.integrations.ray.replica import Report
 from lineate.integrations.ray.routing import RoutingStats
 from lineate.serving.api.errors import ApiError, unavailable
 from lineate.serving.api.foreign import EXPOSED
+from lineate.serving.api.intake import Intake
 from lineate.serving.api.lanes import LONG_BYTES
 from lineate.serving.api.responses import answer, answer_api_error, read_body, unless_gone
 from lineate.serving.app import Settings
@@ -73,6 +74,7 @@ class Front:
 
     def __init__(self, replicas: Replicas, settings: Settings) -> None:
         self.replicas, self.limits, self.keys = replicas, settings.limits, Keys(settings.api_keys)
+        self.intake = Intake()
         self.engine = self  # a DrainingServer stops it when answers take too long
         self._stopped, self._reading = asyncio.Event(), asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -113,7 +115,7 @@ class Front:
         if path.count("/") > 1 or path in WITH_BODY:  # what is left are the files of the chat page
             self.keys.check(request)
         if scope["method"] == "POST" and (path in WITH_BODY or path.startswith(EXPLORER)):
-            body = await read_body(request, self.limits)
+            body = await read_body(request, self.limits, self.intake)
         outgoing = Outgoing(send, self.limits.send_seconds)
         try:
             await unless_gone(receive, self._until_stopped(scope, body, outgoing))

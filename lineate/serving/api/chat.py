@@ -23,7 +23,7 @@ async def chat(service: Service, request: Request) -> Response:
         call = read_chat(fields, service.server)
         return call, service.chat_prompt(call)
 
-    call, prompt = await service.prepare(await read_body(request, service.limits), prepared)
+    call, prompt = await service.prepare(await read_body(request, service.limits, service.intake), prepared)
     (prompt,) = await service.guided([prompt])
     wanted = service.request(prompt, call.wanted, service.limits.default_new_tokens, "messages")
     stops = (*call.wanted.stops, *service.chat_stops)

@@ -27,7 +27,7 @@ async def complete(service: Service, request: Request) -> Response:
         texts = call.prompts if call.wanted.echo else ()
         return call, prompts, [x if isinstance(x, str) else service.tokenizer.decode(x) for x in texts]
 
-    body = await read_body(request, service.limits)
+    body = await read_body(request, service.limits, service.intake)
     most_ids = service.limits.choices * service.server.most_prompt
     call, prompts, echoes = await service.prepare(body, prepared, most_ids)
     prompts, wanted = await service.guided(prompts), call.wanted

@@ -11,6 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from lineate.serving.api.errors import ApiError, internal, invalid
 from lineate.serving.api.fields import shown
+from lineate.serving.api.intake import Intake
 from lineate.serving.api.running import LOG
 from lineate.serving.api.service import dump
 from lineate.serving.limits import Limits
@@ -38,8 +39,14 @@ def answer_http_error(request: Request, error: Exception, code: str | None = Non
     return answer(found.body, found.status, dict(error.headers or {}))
 
 
-async def read_body(request: Request, limits: Limits) -> bytes:
-    """Return the body; raise ApiError if it is no JSON by its type, too large, or too slow."""
+async def read_body(request: Request, limits: Limits, intake: Intake | None = None) -> bytes:
+    """Return the body; raise ApiError if it is no JSON by its type, too large, or too slow.
+
+    Args:
+        request: The request.
+        limits: Its bytes, and the seconds in which they must arrive, those that the intake waits not counted.
+        intake: Limits the rate of all bodies together; None: there is no limit.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         # Pages of other sites can send anything else without asking this server first.
@@ -50,11 +57,16 @@ async def read_body(request: Request, limits: Limits) -> bytes:
         raise too_large
     body = bytearray()
     try:
-        async with asyncio.timeout(limits.body_seconds):
+        async with asyncio.timeout(limits.body_seconds) as arriving:
             async for part in request.stream():
                 body += part
                 if len(body) > limits.body_bytes:
                     raise too_large
+                if intake is not None:
+                    due = arriving.when()
+                    arriving.reschedule(None)
+                    waited = await intake.take(len(body) - len(part), len(part))
+                    arriving.reschedule(None if due is None else due + waited)
     except TimeoutError:
         message = f"the body must arrive within {limits.body_seconds:g} s"
         raise ApiError(408, message, code="request_timeout") from None

@@ -11,6 +11,7 @@ from lineate.serving.api.bodies import check_values
 from lineate.serving.api.errors import ApiError, invalid, queue_full, too_long, unavailable
 from lineate.serving.api.fields import Fields, parse
 from lineate.serving.api.guides import Grammars, Guide
+from lineate.serving.api.intake import Intake
 from lineate.serving.api.lanes import Lanes
 from lineate.serving.api.schemas import ChatCall, Server, Wanted
 from lineate.serving.api.tools import THINK, THOUGHT, calls_grammar, form_of
@@ -110,7 +111,7 @@ class Service:
         source = "" if tokenizer.chat is None else tokenizer.chat.source + (tokenizer.chat.tool_source or "")
         self._form = form_of(source)
         self._thinks = THOUGHT in source
-        self._lanes = Lanes()
+        self._lanes, self.intake = Lanes(), Intake()
 
     def close(self) -> None:
         """Let the threads end."""

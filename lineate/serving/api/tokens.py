@@ -35,7 +35,7 @@ async def tokenize(service: Service, request: Request) -> Response:
         context = service.description.context
         return answer({"count": len(ids), "max_model_len": context, "tokens": ids, "texts": texts})
 
-    return await service.prepare(await read_body(request, service.limits), made)
+    return await service.prepare(await read_body(request, service.limits, service.intake), made)
 
 
 def _prompt(fields: Fields) -> tuple[str, bool]:
@@ -60,4 +60,4 @@ async def detokenize(service: Service, request: Request) -> Response:
                 raise invalid(where, f"{where} must be an id below {size}, got {shown(token)}", "invalid_value")
         return answer({"prompt": service.tokenizer.decode(ids, keep_special=True)})
 
-    return await service.prepare(await read_body(request, service.limits), made, service.limits.ids)
+    return await service.prepare(await read_body(request, service.limits, service.intake), made, service.limits.ids)
