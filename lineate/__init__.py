@@ -4,16 +4,16 @@ out, state = lineate.gated_delta_rule(q, k, v, log_decay, beta, normalize_qk=Tru
 out, state = lineate.gated_delta_rule(q2, k2, v2, log_decay2, beta2, state=state, normalize_qk=True)   # continue
 """
 
+import sys
 from typing import TYPE_CHECKING
 
-import lineate.waiting  # noqa: F401  # before torch is loaded
-from lineate.lazy import first_use
+import lineate.system.waiting  # noqa: F401  # before torch is loaded
+from lineate.system.lazy import first_use
+from lineate.system.renamed import Renamed, renamed
 
 if TYPE_CHECKING:
-    from lineate.decoding import decode
     from lineate.dispatch import Plan, explain
-    from lineate.forms.softmax import KeyValueCache
-    from lineate.fused import decay_gate, fused_delta_rule
+    from lineate.forms.stability import UnstableMemoryWarning
     from lineate.ops import (
         Attended,
         AttendedStates,
@@ -26,23 +26,28 @@ if TYPE_CHECKING:
         linear_attention,
         softmax_attention,
     )
-    from lineate.stability import UnstableMemoryWarning
+    from lineate.ops.decoding import decode
+    from lineate.ops.raw_gates import decay_gate, fused_delta_rule
+    from lineate.ops.softmax import KeyValueCache
 else:
     __getattr__, __dir__ = first_use(
         __name__,
         {
-            "decoding": ("decode",),
+            "ops.decoding": ("decode",),
             "dispatch": ("Plan", "explain"),
-            "forms.softmax": ("KeyValueCache",),
-            "fused": ("decay_gate", "fused_delta_rule"),
+            "ops.softmax": ("KeyValueCache",),
+            "ops.raw_gates": ("decay_gate", "fused_delta_rule"),
             "ops": (
                 "Attended", "AttendedStates", "attend_keeping_states", "attention_matrix", "delta_rule",
                 "gated_delta_rule", "gated_linear_attention", "kimi_delta_attention", "linear_attention",
                 "softmax_attention",
             ),
-            "stability": ("UnstableMemoryWarning",),
+            "forms.stability": ("UnstableMemoryWarning",),
         },
     )  # fmt: skip
+
+if not any(isinstance(finder, Renamed) for finder in sys.meta_path):
+    sys.meta_path.insert(0, Renamed(renamed()))  # before the finder of files, which would load a module twice
 
 __version__ = "0.1.0"
 

@@ -15,7 +15,7 @@ from threading import RLock
 import torch
 from torch import Tensor
 
-from lineate.tracing import PLAIN_TENSORS, recorded, transformed
+from lineate.torch_ops.tracing import PLAIN_TENSORS, recorded, transformed
 
 Form = tuple[object, ...]
 Results = tuple[Tensor, Tensor]

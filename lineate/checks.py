@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lineate.call import FLOATING, Inputs
-from lineate.forms.softmax import KeyValueCache
 from lineate.rule import Rule, compute_dtype
 
 _LETTERS = "(b, t, h, k)"
@@ -108,7 +107,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name} must have 4 dimensions {letters}, got shape {tuple(x.shape)}")
         if x.dtype not in FLOATING:
             raise ValueError(
-                f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}; convert it with .float()"
+                f"{name} must be float64, float32, bfloat16 or float16, got {named(x.dtype)}; convert it with .float()"
             )
     if k.shape != q.shape:
         name = "k" if v.shape[1] == q.shape[1] else "q"
@@ -132,7 +131,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise ValueError(
-                f"{name} must have the dtype of q, {_name(q.dtype)}, got {_name(x.dtype)}; convert with .to(q.dtype)"
+                f"{name} must have the dtype of q, {named(q.dtype)}, got {named(x.dtype)}; convert with .to(q.dtype)"
             )
         check_device(name, x, q)
 
@@ -157,31 +156,10 @@ def check_state(state: Tensor | None, v: Tensor, key_dim: int, n_states: int, *,
     known = (dtype, torch.bfloat16) if narrow and dtype is torch.float32 else (dtype,)
     if state.dtype not in known:
         raise ValueError(
-            f"state must be {' or '.join(map(_name, known))} for {_name(v.dtype)} inputs, got {_name(state.dtype)}; "
-            f"convert it with .to(torch.{_name(dtype)})"
+            f"state must be {' or '.join(map(named, known))} for {named(v.dtype)} inputs, got {named(state.dtype)}; "
+            f"convert it with .to(torch.{named(dtype)})"
         )
     check_device("state", state, v)
-
-
-def check_cache(cache: KeyValueCache | None, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Check the cache of softmax attention, `b p h k` and `b p hv v`; it must be packed exactly when the call is."""
-    if cache is None:
-        return
-    if not isinstance(cache, KeyValueCache):
-        raise TypeError(f"state must be a lineate.KeyValueCache or None, got {type(cache).__name__}")
-    for name, old, new in (("keys", cache.keys, k), ("values", cache.values, v)):
-        if old.dim() != 4 or old.shape[0] != new.shape[0] or old.shape[2:] != new.shape[2:]:
-            expected = f"({new.shape[0]}, p, {new.shape[2]}, {new.shape[3]})"
-            raise ValueError(f"state.{name} must have shape {expected} for p cached tokens, got {tuple(old.shape)}")
-        if old.dtype != new.dtype:
-            raise ValueError(f"state.{name} must be {_name(new.dtype)} like the inputs, got {_name(old.dtype)}")
-        check_device(f"state.{name}", old, new)
-    if (cache.cu_seqlens is None) != (cu_seqlens is None):
-        raise ValueError("state must come from a call with cu_seqlens exactly when this one has it")
-    if cu_seqlens is not None and cache.cu_seqlens is not None and cache.cu_seqlens.shape != cu_seqlens.shape:
-        raise ValueError(
-            f"state must hold {cu_seqlens.shape[0] - 1} sequences like cu_seqlens, got {cache.cu_seqlens.shape[0] - 1}"
-        )
 
 
 def check_raw_gates(inputs: Inputs, beta_scale: float, lower_bound: float | None, raw_gates: bool | str) -> None:
@@ -254,7 +232,7 @@ def _check_raw(name: str, x: Any, q: Tensor, shapes: dict[str, tuple[int, ...]] 
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in FLOATING:
         raise ValueError(
-            f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}; convert it with .float()"
+            f"{name} must be float64, float32, bfloat16 or float16, got {named(x.dtype)}; convert it with .float()"
         )
     check_device(name, x, q)
     if shapes is not None and tuple(x.shape) not in shapes.values():
@@ -309,7 +287,7 @@ def check_decode_gates(inputs: Inputs, beta_scale: float, lower_bound: float | N
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if not x.is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {_name(x.dtype)}; convert it with .float()")
+            raise ValueError(f"{name} must be floating point, got {named(x.dtype)}; convert it with .float()")
         check_device(name, x, q)
         if x.shape == (hv,) or (name == "dt_bias" and log_decay.dim() == 4 and x.shape == (hv, key_dim)):
             continue
@@ -329,7 +307,7 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, b: int, t: int) -> None:
             "pass torch.tensor([0, ..., t]) with the cumulative lengths"
         )
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"cu_seqlens must be int32 or int64, got {_name(cu_seqlens.dtype)}")
+        raise ValueError(f"cu_seqlens must be int32 or int64, got {named(cu_seqlens.dtype)}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
             f"cu_seqlens must have shape (n_seqs + 1,) with at least 2 entries, got {tuple(cu_seqlens.shape)}"
@@ -433,7 +411,7 @@ def _check_tensor(name: str, x: Any, q: Tensor, missing: str) -> None:
             f"{name} must be a torch.Tensor, got {type(x).__name__}" + (f"; {missing}" if x is None else "")
         )
     if x.dtype not in FLOATING:
-        raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}")
+        raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {named(x.dtype)}")
     check_device(name, x, q)
 
 
@@ -463,9 +441,17 @@ def _shown(x: float) -> str:
     return str(x)
 
 
-def _name(dtype: torch.dtype) -> str:
+def named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _shorten(bounds: list[int]) -> str:
     return str(bounds) if len(bounds) <= 12 else f"[{', '.join(map(str, bounds[:11]))}, ...]"
+
+
+def check_bounds(cu_seqlens: Tensor, t: int) -> list[int]:
+    """Return the values of cu_seqlens, checked; in a compiled call the check happens when the graph runs."""
+    bounds: list[int] = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != t or sorted(bounds) != bounds:
+        raise ValueError(f"cu_seqlens must rise from 0 to t = {t}, got {bounds}")
+    return bounds

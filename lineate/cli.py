@@ -7,8 +7,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from lineate.extras import missing_module, not_installed
-from lineate.options import add_command
+from lineate.console.extras import missing_module, not_installed
+from lineate.console.options import add_command
 
 if TYPE_CHECKING:
     import typer
@@ -29,7 +29,7 @@ def build_app() -> "typer.Typer":
     """Return the commands; typer is imported here so that its absence can be explained."""
     import typer
 
-    from lineate.names import hyphenated, named_path
+    from lineate.console.names import hyphenated, named_path
 
     app = typer.Typer(
         help="Attention with a fixed-size memory: what each rule remembers, and what a checkpoint is made of.",
@@ -85,11 +85,11 @@ def build_app() -> "typer.Typer":
         ],
     ) -> None:
         """Say what a checkpoint is: layers, rules, heads, parameters, state bytes. No weight is read."""
+        from lineate.console.names import user_path
+        from lineate.console.terminal import fail
         from lineate.generation.loading import model_folder
         from lineate.models.files.hub import is_hub_name
         from lineate.models.inspect import print_description
-        from lineate.names import user_path
-        from lineate.terminal import fail
 
         try:
             print_description(name if is_hub_name(name) else model_folder(user_path(named_path(name))))
@@ -124,7 +124,7 @@ def build_app() -> "typer.Typer":
 
 def _import_modules(names: list[str]) -> None:
     """Import the user's modules, also from the current folder; a module that cannot be imported ends the program."""
-    from lineate.terminal import fail
+    from lineate.console.terminal import fail
 
     for name in names:
         if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
@@ -156,8 +156,8 @@ def _make_folder(out: Path) -> None:
     """Create the folder and prove that a file can be written there, before anything is computed."""
     import typer
 
-    from lineate.folders import why_not_writable
-    from lineate.terminal import printable
+    from lineate.console.terminal import printable
+    from lineate.system.folders import why_not_writable
 
     if (why := why_not_writable(out)) is not None:
         raise typer.BadParameter(

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lineate import checks, flops
+from lineate import checks
 from lineate.again import PLAIN_OPTIONS
 from lineate.call import Inputs, Options, Request, in_one_dtype, spread_decay
 from lineate.native.build import why_not
-from lineate.processor import why_wide
 from lineate.recent import RecentlyUsed
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
-from lineate.tracing import PLAIN_TENSORS, constant_in_graphs, needs_grad, recorded, transformed
-from lineate.zeros import read_zeros
+from lineate.system.processor import why_wide
+from lineate.torch_ops import flops
+from lineate.torch_ops.tracing import PLAIN_TENSORS, constant_in_graphs, needs_grad, recorded, transformed
+from lineate.torch_ops.zeros import read_zeros
 
 Signature = tuple[object, ...]
 

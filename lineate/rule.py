@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.elementwise import elementwise
-from lineate.tracing import constant_in_graphs
+from lineate.torch_ops.elementwise import elementwise
+from lineate.torch_ops.tracing import constant_in_graphs
 
 DecayShape = Literal["none", "head", "channel"]
 

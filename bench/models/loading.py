@@ -37,7 +37,7 @@ from lineate.models.files.checkpoint import Checkpoint, save_streamed
 from lineate.models.files.safetensors import TensorSize
 from lineate.models.opening import open_headers
 from lineate.planning import plan_memory, read_model
-from lineate.small import BY_BITS, quantize
+from lineate.quantised import BY_BITS, quantize
 
 F32, Q8_0, BLOCK, BLOCK_BYTES = 0, 8, 32, 34
 AT_ONCE = 2**20  # blocks that are drawn at a time

@@ -24,8 +24,8 @@ from bench.models.scaling_kernels import (
     trained_steps,
 )
 from lineate.layers import kind_of
-from lineate.layers.balance import ENOUGH
 from lineate.models.sharding import tensor_sizes
+from lineate.parallel.context.balance import ENOUGH
 from lineate.planning import (
     HARDWARE,
     Hardware,
@@ -51,7 +51,7 @@ FILLED = 0.9
 STATE_BYTES = 16
 """Bytes of a parameter, its gradient and AdamW's two averages, in float32."""
 UNEVEN = 1 + 1 / ENOUGH
-"""How much more than the mean a context rank attends to at most (lineate/layers/balance.py)."""
+"""How much more than the mean a context rank attends to at most (lineate/parallel/context/balance.py)."""
 MOST_ROWS = 256
 """The most sequences that a replica serves at a time."""
 TENSOR, CONTEXT = (1, 2, 4, 8), tuple(2**n for n in range(11))

@@ -25,9 +25,9 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from bench.timing import OtherProcesses, cpu_model, show
-from lineate.layers.ranks import Ranks
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig
 from lineate.models.sharding import share_out_model, sum_shared_gradients
+from lineate.parallel.tensor.ranks import Ranks
 from lineate.planning import (
     Model,
     Received,

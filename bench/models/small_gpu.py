@@ -28,7 +28,7 @@ from bench.timing import show
 from lineate.generation import GraphedDecoder
 from lineate.layers import Memory, TokenCache
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig, ModelState
-from lineate.small import FORMATS, SmallWeight, float8_activations
+from lineate.quantised import FORMATS, SmallWeight, float8_activations
 
 BATCHES = (1, 8, 32)
 MANY = (128, 1024, 8192)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.serving.gguf_writer import write_gguf
-from lineate import small
+from lineate import quantised as small
 from lineate.models import HybridLM
 
 VOCAB = 16384

@@ -40,7 +40,7 @@ from bench.models.small_sides import LLAMA, OURS, SIDES, THEIRS, TORCHAO, Opener
 from bench.models.small_tables import show_all
 from bench.serving.llama import version_of
 from bench.timing import OtherProcesses, cpu_model, in_fresh_process
-from lineate.small import rounded_activations
+from lineate.quantised import rounded_activations
 
 PARTS = ("decode", "prefill", "batch", "memory", "read", "error")
 STEPS = 20  # decoding steps of one run
@@ -305,7 +305,7 @@ def main() -> None:
     )
     parser.add_argument("--train-steps", type=int, default=400, help="steps of the trained model of the errors")
     parser.add_argument(
-        "--rounded", action="store_true", help="lineate rounds rows further (lineate.small.rounded_activations)"
+        "--rounded", action="store_true", help="lineate rounds rows further (lineate.quantised.rounded_activations)"
     )
     args = parser.parse_args()
     rounding = rounded_activations if args.rounded else nullcontext

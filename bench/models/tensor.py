@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from bench.timing import in_fresh_process, resident_bytes
-from lineate.layers.ranks import Ranks
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig
 from lineate.models.sharding import rank_config
+from lineate.parallel.tensor.ranks import Ranks
 
 HIDDEN, VOCAB, LAYERS_A_GIGABYTE = 2048, 65536, 8
 

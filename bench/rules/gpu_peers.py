@@ -92,7 +92,7 @@ def ours(case: Case, x: PeerInputs, lower_bound: float | None = None) -> Callabl
     from bench.rules.contestants import OPS
 
     if case.what == STEP:
-        from lineate.decoding import decode
+        from lineate.ops.decoding import decode
 
         assert x.state is not None
         state = x.state  # updated in place

@@ -32,8 +32,8 @@ from lineate.generation.choice import Sampling
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig, ModelState
 from lineate.serving.app import Settings, describe, make_app
 from lineate.serving.draining import DrainingServer
-from lineate.serving.engine import Engine
-from lineate.serving.requests import Request
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.requests import Request
 from lineate.text.tokenizer import Bytes
 
 HIDDEN, LAYERS, VOCAB = 1024, 8, 8192

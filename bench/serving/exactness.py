@@ -30,10 +30,10 @@ from lineate.models import (
     LinearConfig,
     preset,
 )  # fmt: skip
-from lineate.serving.cache import StateCache
-from lineate.serving.engine import Engine
-from lineate.serving.requests import Completion, Request
-from lineate.small.which import shrink
+from lineate.quantised.which import shrink
+from lineate.serving.cache.cache import StateCache
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.requests import Completion, Request
 
 VOCAB, HIDDEN, NEW, CONTEXT = 512, 256, 24, 1024
 SAMPLINGS = {"greedy": Sampling(temperature=0), "seeded": Sampling(temperature=1.0, seed=7)}

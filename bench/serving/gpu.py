@@ -23,9 +23,9 @@ from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, 
 from lineate.planning.hardware import HARDWARE, time_bounds
 from lineate.planning.models import Model
 from lineate.serving.drafting import PromptLookup
-from lineate.serving.engine import Engine
-from lineate.serving.requests import Handle, Request
-from lineate.serving.warming import warm_up
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.requests import Handle, Request
+from lineate.serving.engine.warming import warm_up
 
 VOCAB, CYCLE = 248320, 64  # Qwen3.5's
 GREEDY = Sampling(temperature=0)

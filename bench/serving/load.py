@@ -31,13 +31,13 @@ from bench.timing import given_command
 from lineate.generation.loading import load_model
 from lineate.models import HybridLM, preset
 from lineate.serving.app import Settings, describe, make_app
-from lineate.serving.cache import StateCache
+from lineate.serving.cache.cache import StateCache
 from lineate.serving.drafting import PromptLookup
 from lineate.serving.draining import DrainingServer
-from lineate.serving.engine import Engine
-from lineate.serving.limits import Limits
+from lineate.serving.engine.engine import Engine
 from lineate.text.base import Tokenizer
 from lineate.text.tokenizer import Bytes
+from lineate.web.limits import Limits
 
 CONTEXT, SPACING = 4096, 64
 

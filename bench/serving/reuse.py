@@ -34,10 +34,10 @@ from bench.serving.llama import Asked, LlamaServer, version_of
 from bench.timing import OtherProcesses, cpu_model, show
 from lineate.generation.choice import Sampling
 from lineate.models import HybridLM
-from lineate.serving.cache import StateCache
-from lineate.serving.engine import Engine
-from lineate.serving.identity import identity_of
-from lineate.serving.requests import Request
+from lineate.serving.cache.cache import StateCache
+from lineate.serving.cache.identity import identity_of
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.requests import Request
 
 SPACING, TURNS, NEW, ANSWER, EDIT = 256, 10, 32, 16, 100
 COLD, THEIRS_COLD, THEIRS_TURN = "a cold read", "transformers: a cold read", "transformers: the second turn"

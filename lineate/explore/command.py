@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lineate.names import named_path, user_path
-from lineate.options import add_command, argument, option, parameters, sign
+from lineate.console.names import named_path, user_path
+from lineate.console.options import add_command, argument, option, parameters, sign
 
 if TYPE_CHECKING:
     import typer
@@ -55,8 +55,8 @@ class PictureArguments:
     @property
     def known_model(self) -> str | None:
         """The model's name; a preset's is spelled as the preset is."""
+        from lineate.console.names import spelled
         from lineate.models.presets import PRESETS
-        from lineate.names import spelled
 
         return None if self.model is None else spelled(self.model, PRESETS)
 
@@ -77,9 +77,9 @@ def run_picture(asked: PictureArguments) -> None:
     import matplotlib  # noqa: F401  # say now, not after computing, that it is missing
     import typer
 
+    from lineate.console.terminal import fail, printable
     from lineate.explore.pictures import MODULES, find
-    from lineate.folders import check_out
-    from lineate.terminal import fail, printable
+    from lineate.system.folders import check_out
 
     try:
         if asked.name == "list":

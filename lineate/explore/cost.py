@@ -18,7 +18,7 @@ from torch import Tensor
 
 import lineate
 from lineate.explore.memories import DEMO_RULES, FIXED_SIZE, OnProgress, attend, silent
-from lineate.tracing import cpu_by_default
+from lineate.torch_ops.tracing import cpu_by_default
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from lineate.console.terminal import printable
 from lineate.explore import findings, recall, tables
 from lineate.explore.cost import CostSetting, measure_cost, one_thread
 from lineate.explore.memories import OnProgress, RecallSetting
 from lineate.explore.report import Section, save_report
-from lineate.terminal import printable
 
 PART_SECONDS = {
     "filling the memories": 1.5,

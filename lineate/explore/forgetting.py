@@ -13,7 +13,7 @@ from lineate.explore.pictures import Numbers, Picture, PictureOptions, rounded
 from lineate.explore.subject import Subject, Trace, open_subject, trace
 from lineate.layers import MixerKind, kinds
 from lineate.rule import rule_named
-from lineate.tracing import cpu_by_default
+from lineate.torch_ops.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

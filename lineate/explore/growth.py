@@ -18,7 +18,7 @@ from lineate.explore.subject import Subject, Trace, choose_layer, open_subject, 
 from lineate.figures import kind_named, label_of, line_of, narrow_label_of, wrapped
 from lineate.layers import kind_of
 from lineate.rule import rule_named
-from lineate.tracing import cpu_by_default
+from lineate.torch_ops.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

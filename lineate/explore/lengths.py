@@ -10,7 +10,7 @@ from lineate.explore.cost import CostSetting, measure_cost, one_thread
 from lineate.explore.findings import size
 from lineate.explore.forgetting import number
 from lineate.explore.pictures import Numbers, Picture, PictureOptions
-from lineate.tracing import cpu_by_default
+from lineate.torch_ops.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

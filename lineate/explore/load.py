@@ -31,7 +31,7 @@ from lineate.memory.lact import lact, lact_state
 from lineate.memory.least_squares import least_squares
 from lineate.memory.titans import titans, titans_state
 from lineate.memory.ttt import ttt
-from lineate.tracing import cpu_by_default
+from lineate.torch_ops.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

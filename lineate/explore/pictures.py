@@ -65,7 +65,7 @@ class Picture:
 def find(name: str) -> Picture:
     """Return a picture by its name."""
     if name not in MODULES:
-        from lineate.names import nearest
+        from lineate.console.names import nearest
 
         hint = nearest(name, (*MODULES, "all", "list"))
         raise ValueError(f"picture must be {', '.join(MODULES)}, all or list, got {name!r}{hint}")

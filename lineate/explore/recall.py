@@ -29,7 +29,7 @@ from lineate.explore.memories import (
     state_norm,
     write,
 )
-from lineate.tracing import cpu_by_default
+from lineate.torch_ops.tracing import cpu_by_default
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.explore.cost import one_thread
-from lineate.folders import cache_folder
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig
-from lineate.seeding import own_random_numbers
-from lineate.tracing import cpu_by_default
+from lineate.system.folders import cache_folder
+from lineate.system.seeding import own_random_numbers
+from lineate.torch_ops.tracing import cpu_by_default
 
 SMALL_CONFIG = HybridConfig(
     vocab_size=257, hidden_size=64, n_layers=6, pattern="KGKGKA", tie_embeddings=True,

@@ -12,7 +12,7 @@ from lineate.explore.subject import Trace, choose_head, choose_layer, open_subje
 from lineate.explore.words import label_tokens
 from lineate.figures import label_of, signed_map
 from lineate.rule import rule_named
-from lineate.tracing import cpu_by_default
+from lineate.torch_ops.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from lineate.call import Inputs
 from lineate.checks import check_inputs, check_one_rate
+from lineate.console.names import nearest, user_path
 from lineate.explore.pictures import PictureOptions
 from lineate.layers import kind_of, kinds
 from lineate.models import HybridLM
 from lineate.models.config import HybridConfig
 from lineate.models.presets import PRESETS, preset
-from lineate.names import nearest, user_path
 from lineate.rule import RULES, rule_named
-from lineate.seeding import own_random_numbers
+from lineate.system.seeding import own_random_numbers
 from lineate.text import PublishedTokenizer, Tokenizer
-from lineate.tracing import cpu_by_default
+from lineate.torch_ops.tracing import cpu_by_default
 
 SMALL_PRESETS = ("tiny", "small", "compact", "base")
 """Presets that are drawn with random weights; larger ones would take minutes and show the same."""

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from lineate.call import Inputs, Options
 from lineate.checks import check_decay
-from lineate.chunk_op import Grads, Outputs, register
 from lineate.forms.chunk import Chunk
+from lineate.forms.stability import watch_writes
 from lineate.rule import compute_dtype
-from lineate.stability import watch_writes
+from lineate.torch_ops.chunk_op import Grads, Outputs, register
 
 
 def run_forward(inputs: Inputs, options: Options, outputs: Outputs) -> None:

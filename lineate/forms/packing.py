@@ -6,6 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lineate import checks
 from lineate.call import Inputs, Options
 
 Form = Callable[[Inputs, Options], tuple[Tensor, Tensor]]
@@ -18,7 +19,7 @@ def run_packed(form: Form, inputs: Inputs, options: Options) -> tuple[Tensor, Te
     Tensors are `1 t ...`, the state is `n_seqs hv k v`.
     """
     assert inputs.cu_seqlens is not None and inputs.state is not None
-    bounds = check_bounds(inputs.cu_seqlens, inputs.q.shape[1])
+    bounds = checks.check_bounds(inputs.cu_seqlens, inputs.q.shape[1])
     outputs, states = [], []
     for i, (start, end) in enumerate(pairwise(bounds)):
         own = inputs.state[i : i + 1]
@@ -50,11 +51,3 @@ def _take(inputs: Inputs, tokens: slice, state: Tensor) -> Inputs:
         None if beta is None else beta[:, tokens],
         state,
     )
-
-
-def check_bounds(cu_seqlens: Tensor, t: int) -> list[int]:
-    """Return the values of cu_seqlens, checked; in a compiled call the check happens when the graph runs."""
-    bounds: list[int] = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != t or sorted(bounds) != bounds:
-        raise ValueError(f"cu_seqlens must rise from 0 to t = {t}, got {bounds}")
-    return bounds

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from lineate.lazy import first_use
+from lineate.system.lazy import first_use
 
 if TYPE_CHECKING:
     from lineate.generation.choice import Sampling, choose_tokens, log_probabilities

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lineate.folders import cache_folder
 from lineate.models import HybridConfig, HybridLM, preset
-from lineate.seeding import own_random_numbers
+from lineate.system.folders import cache_folder
+from lineate.system.seeding import own_random_numbers
 from lineate.text import Bytes, Tokenizer, load_tokenizer
 
 RECIPE = 1

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from lineate.folders import why_not_writable_file
 from lineate.generation.choice import Sampling
 from lineate.generation.sampling import Generation, generate
 from lineate.models import HybridLM, ModelState
 from lineate.models.fields import show
+from lineate.system.folders import why_not_writable_file
 from lineate.text import DEFAULT_STOPS, DEFAULT_TEMPLATE, ChatTemplate, Detokenizer, StopStrings, Tokenizer
 from lineate.text.shield import Shield
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lineate.generation.drawing import Kind, Rows, on_device
 from lineate.native.choice import Options, choose
-from lineate.tracing import is_eager
+from lineate.torch_ops.tracing import is_eager
 
 
 @dataclass(frozen=True)

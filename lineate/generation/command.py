@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lineate.options import add_command, argument, option, parameters, sign
-from lineate.terminal import fail, print_anything, printable
+from lineate.console.options import add_command, argument, option, parameters, sign
+from lineate.console.terminal import fail, print_anything, printable
 
 if TYPE_CHECKING:
     import typer
@@ -183,7 +183,7 @@ def run_generate(
     from lineate.generation import generate
     from lineate.generation.defaults import OWN
     from lineate.generation.loading import find_device, load_model
-    from lineate.small.which import name_of_bits
+    from lineate.quantised.which import name_of_bits
     from lineate.text import Detokenizer, StopStrings
 
     print_anything()
@@ -250,12 +250,12 @@ def run_chat(
         bits: Bits of large weights, 16, 8 or 4, or "fp8"; None: as stored.
         resume: A file that /save wrote, with which to go on.
     """
+    from lineate.console.names import user_path
     from lineate.generation.chat import Conversation
     from lineate.generation.defaults import OWN
     from lineate.generation.loading import find_device, load_or_builtin
     from lineate.generation.session import Session
-    from lineate.names import user_path
-    from lineate.small.which import name_of_bits
+    from lineate.quantised.which import name_of_bits
 
     print_anything()
     model, tokenizer = load_or_builtin(

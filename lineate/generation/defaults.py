@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lineate.console.names import nearest
 from lineate.generation.choice import Sampling
 from lineate.models.sampling_defaults import SamplingDefaults
-from lineate.names import nearest
 
 CHECKPOINT, NONE = "checkpoint", "none"
 OWN = Sampling(temperature=0.8, top_p=0.95)

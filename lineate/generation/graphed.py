@@ -16,7 +16,7 @@ from lineate.layers.formats import StateFormat
 from lineate.models.checks import check_ids, check_state
 from lineate.models.hybrid import HybridLM
 from lineate.models.state import ModelState
-from lineate.rounding import NEAREST
+from lineate.ops.rounding import NEAREST
 
 
 class GraphedDecoder:

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lineate.dtypes import parse_dtype
+from lineate.console.names import named_path, user_path
+from lineate.console.terminal import printable
 from lineate.models.files import runs
 from lineate.models.files.hub import ALL, TEXTS, fetch, is_hub_name
 from lineate.models.pretrained import check_target
-from lineate.names import named_path, user_path
-from lineate.small import shrink
-from lineate.terminal import printable
+from lineate.quantised import shrink
+from lineate.torch_ops.dtypes import parse_dtype
 
 if TYPE_CHECKING:
-    from lineate.layers.ranks import Ranks
     from lineate.models import HybridLM
+    from lineate.parallel.tensor.ranks import Ranks
     from lineate.text import Tokenizer
 
 
@@ -37,7 +37,7 @@ def load_model(
         dtype: A torch.dtype or its name; None or "auto": as stored.
         device: Where the weights are loaded to.
         weights: The format of large weights, "bfloat16", "float16", "int8", "int4" or "fp8"; None: as stored.
-        ranks: The ranks that share the model (lineate.layers.ranks); None: this process has all of it.
+        ranks: The ranks that share the model (lineate.parallel.tensor.ranks); None: this process has all of it.
         sampling_defaults: Whether the sampling options that the checkpoint names are read.
     """
     from lineate.models import HybridLM

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lineate.names import named_path, user_path
-from lineate.options import add_command, argument, option, parameters, sign
-from lineate.terminal import console, fail, printable
+from lineate.console.names import named_path, user_path
+from lineate.console.options import add_command, argument, option, parameters, sign
+from lineate.console.terminal import console, fail, printable
 
 if TYPE_CHECKING:
     import typer
@@ -50,7 +50,7 @@ def run_quantize(asked: QuantizeArguments) -> None:
     from lineate.generation.loading import model_folder
     from lineate.models.files.hub import is_hub_name
     from lineate.models.quantizing import quantize_checkpoint
-    from lineate.small.which import name_of_bits
+    from lineate.quantised.which import name_of_bits
 
     try:
         form = name_of_bits(asked.bits)

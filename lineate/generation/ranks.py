@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 
 import lineate
-from lineate.generation.link import JobEnded, Link, connect
+from lineate.console.terminal import printable
 from lineate.generation.loading import locate
-from lineate.layers.ranks import Ranks
 from lineate.models.files.gguf_tokenizer import companions_of
 from lineate.models.opening import open_checkpoint
-from lineate.processes import Place, device_of, find_place, fresh_store, join
-from lineate.terminal import printable
+from lineate.parallel.job.link import JobEnded, Link, connect
+from lineate.parallel.job.processes import Place, device_of, find_place, fresh_store, join
+from lineate.parallel.tensor.ranks import Ranks
 
 SAMPLES, SAMPLE_BYTES = 64, 64
 """How many places of a weight file are compared, and how many bytes of each."""

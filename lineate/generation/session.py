@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from lineate.console.names import nearest, user_path
+from lineate.console.terminal import printable
 from lineate.generation.chat import Conversation
-from lineate.names import nearest, user_path
-from lineate.terminal import printable
 
 FIRST = "main"
 """The name of the branch that a session begins with."""

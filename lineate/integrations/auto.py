@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lineate import layers
-from lineate.layers.ranks import Ranks
+from lineate.forms.sequences import locate
 from lineate.models.checks import check_ids, check_mask, check_state
 from lineate.models.config import HybridConfig
 from lineate.models.files.saving import check_described
 from lineate.models.hybrid import HybridLM, drawn_mixer, empty_model, next_token_loss
 from lineate.models.state import ModelState
-from lineate.sequences import locate
-from lineate.small.which import small_parameters
+from lineate.parallel.tensor.ranks import Ranks
+from lineate.quantised.which import small_parameters
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.decoding import decode
 from lineate.integrations.transformers_delta import sizes
 from lineate.integrations.transformers_layers import Projected
 from lineate.native import layers as native
 from lineate.ops import gated_linear_attention
+from lineate.ops.decoding import decode
 from lineate.rule import compute_dtype
 
 CLOSED_STEP = -math.inf

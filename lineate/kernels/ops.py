@@ -9,14 +9,14 @@ from torch import Tensor
 
 from lineate.again import Form, remember, undecided
 from lineate.call import Inputs, Options, Slots, which_are_raw
-from lineate.chunk_op import differentiate, save_states
 from lineate.kernels import pipeline as kernels
 from lineate.kernels.call import CHUNK, aligned, count_slots, dense, in_rows, lies_dense, lies_in_rows, make_call
 from lineate.kernels.replaying import Tape
 from lineate.kernels.stages import Gradients
 from lineate.kernels.tape import find, launch, may_replay, replayed
-from lineate.registrar import register_op
-from lineate.zeros import read_zeros
+from lineate.torch_ops.chunk_op import differentiate, save_states
+from lineate.torch_ops.registrar import register_op
+from lineate.torch_ops.zeros import read_zeros
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 

@@ -13,25 +13,25 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lineate import checks
 from lineate.dispatch import kernels_run
-from lineate.elementwise import elementwise
-from lineate.half import attention, has_separate_rows
-from lineate.layers.attention_costs import ATTENTION, attention_kept
+from lineate.forms.sequences import sequence_lengths
 from lineate.layers.configs import AttentionConfig
-from lineate.layers.context import Bounds, Context, segment_of
+from lineate.layers.costs.attention import ATTENTION, attention_kept
 from lineate.layers.entry import check_call
 from lineate.layers.gpu import kernels_for
 from lineate.layers.norm import RMSNorm
 from lineate.layers.projection import project, project_out
-from lineate.layers.ranks import Ranks, rms_norm_over
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rope import Turn, rotate, turns
-from lineate.layers.shards import Cut, Part, Shard, linear_cuts, share_out
 from lineate.layers.split_attention import attend_segment
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
-from lineate.opaque import opaque
+from lineate.native.low_precision_matmul import attention, has_separate_rows
+from lineate.parallel.context.segments import Bounds, Context, segment_of
+from lineate.parallel.tensor.ranks import Ranks, rms_norm_over
+from lineate.parallel.tensor.shards import Cut, Part, Shard, linear_cuts, share_out
 from lineate.rule import compute_dtype
-from lineate.sequences import sequence_lengths
-from lineate.tracing import constant_in_graphs, is_eager, needs_grad
+from lineate.torch_ops.elementwise import elementwise
+from lineate.torch_ops.opaque import opaque
+from lineate.torch_ops.tracing import constant_in_graphs, is_eager, needs_grad
 
 WINDOW = 64
 """On a CPU, a decoding step reads a multiple of this many cached entries, so that most calls have known shapes."""

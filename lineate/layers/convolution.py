@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineate.elementwise import elementwise
+from lineate.forms.sequences import locate
 from lineate.layers.gpu import kernels_for
 from lineate.layers.state import TensorSpec
 from lineate.native import layers as native
-from lineate.sequences import locate
-from lineate.tracing import is_eager, needs_grad
+from lineate.torch_ops.elementwise import elementwise
+from lineate.torch_ops.tracing import is_eager, needs_grad
 
 BLOCK = 128
 """How many tokens are convolved at a time where torch convolves on a CPU."""

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.layers.context import Bounds, Segment, check_splits
 from lineate.layers.state import LayerState, Memory, TensorSpec, TokenCache
-from lineate.tracing import recorded
+from lineate.parallel.context.segments import Bounds, Segment, check_splits
+from lineate.torch_ops.tracing import recorded
 
 PROJECTED = ("conv", "keys", "values", "latent")
 """Tensors of a state that have the dtype of in_proj's result, which autocast may lower."""

@@ -7,15 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.elementwise import elementwise
-from lineate.half import has_separate_rows, linear, matmul
 from lineate.layers.gpu import coded, kernels_for, uncoded
 from lineate.layers.projection import project
-from lineate.layers.shards import Cut, Part
 from lineate.native import layers as native
+from lineate.native.low_precision_matmul import has_separate_rows, linear, matmul
+from lineate.parallel.tensor.shards import Cut, Part
+from lineate.quantised import SmallWeight
 from lineate.rule import compute_dtype
-from lineate.small import SmallWeight
-from lineate.tracing import is_eager, needs_grad
+from lineate.torch_ops.elementwise import elementwise
+from lineate.torch_ops.tracing import is_eager, needs_grad
 
 GATHERED = 16
 """Up to this many pairs of token and expert, a GPU copies the weights of each: fewer launches than sorting."""

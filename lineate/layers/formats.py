@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lineate.checks import check_choice
-from lineate.dtypes import parse_dtype
 from lineate.layers.state import LayerState, Memory, TensorSpec
-from lineate.rounding import NEAREST, ROUNDINGS, STOCHASTIC
+from lineate.ops.rounding import NEAREST, ROUNDINGS, STOCHASTIC
+from lineate.torch_ops.dtypes import parse_dtype
 
 Specs = tuple[tuple[TensorSpec, ...], ...]
 """The tensors of every layer's state."""

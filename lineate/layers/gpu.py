@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lineate.dispatch import kernels_run
-from lineate.small import SmallWeight
+from lineate.quantised import SmallWeight
 
 if TYPE_CHECKING:
     from lineate.kernels.layers.small_products import Codes

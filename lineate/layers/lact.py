@@ -6,21 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineate.elementwise import elementwise
-from lineate.half import attention
+from lineate.forms.sequences import sequence_lengths
 from lineate.layers.attention import attend_new, takes_packed
 from lineate.layers.configs import MemoryConfig
+from lineate.layers.costs.learning import LactCosts, learning_kept
 from lineate.layers.gpu import kernels_for
 from lineate.layers.learning import LearningMixer, divide_memory, rows_of, shared_sizes
-from lineate.layers.learning_costs import LactCosts, learning_kept
 from lineate.layers.norm import RMSNorm
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
-from lineate.layers.shards import Cut, Part, Shard
 from lineate.layers.state import Memory, TensorSpec, token_positions
 from lineate.memory.lact import fresh_state, lact
+from lineate.native.low_precision_matmul import attention
+from lineate.parallel.tensor.shards import Cut, Part, Shard
 from lineate.rule import compute_dtype, normalize
-from lineate.sequences import sequence_lengths
+from lineate.torch_ops.elementwise import elementwise
 
 _BLOCK = 512  # queries that share one mask
 

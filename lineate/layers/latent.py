@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.elementwise import elementwise
-from lineate.half import multiply_heads
 from lineate.layers.attention import LOOK, attend, attend_new
-from lineate.layers.attention_costs import LATENT, latent_kept
 from lineate.layers.configs import LatentConfig
-from lineate.layers.context import Bounds, Context, segment_of
+from lineate.layers.costs.attention import LATENT, latent_kept
 from lineate.layers.entry import check_call
 from lineate.layers.norm import RMSNorm
 from lineate.layers.projection import project
 from lineate.layers.registry import MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
-from lineate.layers.shards import Cut, Part, Shard, linear_cuts, share_out
 from lineate.layers.split_attention import attend_segment
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
+from lineate.native.low_precision_matmul import multiply_heads
+from lineate.parallel.context.segments import Bounds, Context, segment_of
+from lineate.parallel.tensor.shards import Cut, Part, Shard, linear_cuts, share_out
+from lineate.torch_ops.elementwise import elementwise
 
 
 class LatentAttention(nn.Module):

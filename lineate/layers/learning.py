@@ -18,9 +18,9 @@ from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.entry import check_call
 from lineate.layers.projection import project
 from lineate.layers.registry import ModelSizes
-from lineate.layers.shards import Cut, Part, linear_cuts, share_out
 from lineate.layers.state import Memory, TensorSpec
 from lineate.memory.chunks import check_chunk
+from lineate.parallel.tensor.shards import Cut, Part, linear_cuts, share_out
 from lineate.rule import compute_dtype
 
 

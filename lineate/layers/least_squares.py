@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.elementwise import elementwise
 from lineate.layers.configs import MemoryConfig
+from lineate.layers.costs.learning import LeastSquaresCosts, learning_kept
 from lineate.layers.learning import LearningMixer, divide_memory, shared_sizes
-from lineate.layers.learning_costs import LeastSquaresCosts, learning_kept
 from lineate.layers.norm import GatedRMSNorm
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
-from lineate.layers.shards import Cut, Part, Shard
 from lineate.layers.state import Memory, TensorSpec
 from lineate.memory.least_squares import least_squares
+from lineate.parallel.tensor.shards import Cut, Part, Shard
 from lineate.rule import compute_dtype, normalize
+from lineate.torch_ops.elementwise import elementwise
 
 
 class LeastSquares(LearningMixer):

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from lineate import checks
 from lineate.call import Inputs
-from lineate.elementwise import elementwise
-from lineate.layers import linear_costs as costs
-from lineate.layers.carry import run_rule
 from lineate.layers.configs import LinearConfig
-from lineate.layers.context import Bounds, Segment
+from lineate.layers.costs import linear as costs
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.projection import project
 from lineate.layers.registry import Look, MixerKind, register
-from lineate.layers.shards import Shard, share_out
 from lineate.ops import Attended, divide_by_last, linear_attention, with_ones
+from lineate.parallel.context.carry import run_rule
+from lineate.parallel.context.segments import Bounds, Segment
+from lineate.parallel.tensor.shards import Shard, share_out
 from lineate.rule import compute_dtype
+from lineate.torch_ops.elementwise import elementwise
 
 
 class LinearAttention(LinearMixer):

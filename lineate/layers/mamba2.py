@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate.call import Inputs
-from lineate.elementwise import elementwise
 from lineate.layers.configs import LinearConfig, MambaConfig
-from lineate.layers.context import Bounds
+from lineate.layers.costs.linear import LinearCosts, values_of
 from lineate.layers.linear import init_decay
-from lineate.layers.linear_costs import LinearCosts, values_of
 from lineate.layers.mixer import LinearMixer
-from lineate.layers.ranks import Ranks, rms_norm_over
 from lineate.layers.registry import Look, MixerKind, ModelSizes, Operations, register
-from lineate.layers.shards import Cut, Part, Shard, share_out
 from lineate.ops import Attended, gated_linear_attention
+from lineate.parallel.context.segments import Bounds
+from lineate.parallel.tensor.ranks import Ranks, rms_norm_over
+from lineate.parallel.tensor.shards import Cut, Part, Shard, share_out
 from lineate.rule import compute_dtype
+from lineate.torch_ops.elementwise import elementwise
 
 
 class GroupedGatedNorm(nn.Module):

@@ -16,18 +16,12 @@ from torch import Tensor, nn
 
 from lineate import checks
 from lineate.call import Inputs, Slots
-from lineate.decoding import decode
-from lineate.fused import fused_delta_rule
-from lineate.layers.carry import enter_convolution, run_rule
 from lineate.layers.configs import LinearConfig
-from lineate.layers.context import Bounds, Context, segment_of
 from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.entry import check_call
 from lineate.layers.norm import GatedRMSNorm
 from lineate.layers.projection import project, project_out
-from lineate.layers.ranks import Ranks
 from lineate.layers.registry import ModelSizes
-from lineate.layers.shards import Cut, Part, linear_cuts
 from lineate.layers.state import Memory, TensorSpec
 from lineate.ops import (
     Attended,
@@ -37,9 +31,15 @@ from lineate.ops import (
     kimi_delta_attention,
     linear_attention,
 )
-from lineate.rounding import NEAREST, STOCHASTIC, round_memory
+from lineate.ops.decoding import decode
+from lineate.ops.raw_gates import fused_delta_rule
+from lineate.ops.rounding import NEAREST, STOCHASTIC, round_memory
+from lineate.parallel.context.carry import enter_convolution, run_rule
+from lineate.parallel.context.segments import Bounds, Context, segment_of
+from lineate.parallel.tensor.ranks import Ranks
+from lineate.parallel.tensor.shards import Cut, Part, linear_cuts
+from lineate.quantised.weight import SmallWeight
 from lineate.rule import activate, compute_dtype, normalize
-from lineate.small.weight import SmallWeight
 
 
 class LinearMixer(nn.Module):

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from lineate.elementwise import elementwise
 from lineate.layers.attention import GatedAttention
 from lineate.layers.bare import KNOWN, are_unchanged, runs_own_forward
 from lineate.layers.convolution import ShortConvolution
@@ -30,9 +29,10 @@ from lineate.native import product as products
 from lineate.native import step as native
 from lineate.native.build import available
 from lineate.native.step import Linear, Norm, Part
-from lineate.small import GROUP, SmallWeight
-from lineate.small.product import are_tiles
-from lineate.tracing import PLAIN_TENSORS, is_eager
+from lineate.quantised import GROUP, SmallWeight
+from lineate.quantised.product import are_tiles
+from lineate.torch_ops.elementwise import elementwise
+from lineate.torch_ops.tracing import PLAIN_TENSORS, is_eager
 
 KEPT = (torch.float32, torch.bfloat16)
 """The dtypes of memories; a step rounds bfloat16 ones to the nearest."""

@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineate.elementwise import elementwise
 from lineate.layers.gpu import kernels_for
 from lineate.native import layers as native
 from lineate.rule import compute_dtype
+from lineate.torch_ops.elementwise import elementwise
 
 
 class RMSNorm(nn.Module):

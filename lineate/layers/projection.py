@@ -1,13 +1,13 @@
-"""How layers call their linear projections: through lineate.half where torch's own products are slow."""
+"""How layers call their linear projections: through native/low_precision_matmul.py where torch's products are slow."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from lineate.half import LinearThroughFloat32, half_dtype, has_few_rows, linear
 from lineate.layers.gpu import overlaps, uncoded
-from lineate.layers.ranks import Ranks
-from lineate.tracing import needs_grad
+from lineate.native.low_precision_matmul import LinearThroughFloat32, half_dtype, has_few_rows, linear
+from lineate.parallel.tensor.ranks import Ranks
+from lineate.torch_ops.tracing import needs_grad
 
 
 def project(module: nn.Module, x: Tensor) -> Tensor:

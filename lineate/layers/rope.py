@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from lineate.elementwise import elementwise
 from lineate.layers.gpu import kernels_for
 from lineate.rule import compute_dtype
+from lineate.torch_ops.elementwise import elementwise
 
 Turn = tuple[Tensor, Tensor]
 """cos and sin of every position's angles, `t dim/2` or `b t dim/2`, in float32, or in float64 for float64 tensors."""

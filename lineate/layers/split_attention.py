@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.layers.context import Pending, Segment
 from lineate.layers.state import TokenCache
-from lineate.layers.workload import Source
-from lineate.tracing import uncompiled
+from lineate.parallel.context.segments import Pending, Segment
+from lineate.parallel.context.workload import Source
+from lineate.torch_ops.tracing import uncompiled
 
 
 @uncompiled

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lineate.sequences import locate
+from lineate.forms.sequences import locate
 
 Made = TypeVar("Made")
 

@@ -26,8 +26,8 @@ from lineate.layers.mixer import LinearMixer
 from lineate.layers.norm import RMSNorm
 from lineate.layers.rope import frequencies
 from lineate.layers.state import CacheInPlace, LayerState, Memory
-from lineate.small import SmallWeight
-from lineate.tracing import PLAIN_TENSORS, is_eager
+from lineate.quantised import SmallWeight
+from lineate.torch_ops.tracing import PLAIN_TENSORS, is_eager
 
 
 def is_step(x: Tensor, state: LayerState | None) -> bool:

@@ -28,7 +28,7 @@ from lineate.layers.entry import check_call
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.projection import project
 from lineate.layers.state import LayerState, Memory, TokenCache
-from lineate.rounding import round_memory
+from lineate.ops.rounding import round_memory
 from lineate.rule import compute_dtype
 
 KEPT = ("auto", "states", "inputs")

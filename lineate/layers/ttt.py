@@ -18,17 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineate.elementwise import elementwise
 from lineate.layers.configs import MemoryConfig
+from lineate.layers.costs.learning import LearningCosts, learning_kept
 from lineate.layers.learning import LearningMixer, divide_memory, shared_sizes
-from lineate.layers.learning_costs import LearningCosts, learning_kept
-from lineate.layers.ranks import Ranks, rms_norm_over
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
-from lineate.layers.shards import Cut, Part, Shard
 from lineate.layers.state import Memory, TensorSpec, token_positions
 from lineate.memory.ttt import ttt
+from lineate.parallel.tensor.ranks import Ranks, rms_norm_over
+from lineate.parallel.tensor.shards import Cut, Part, Shard
 from lineate.rule import compute_dtype
+from lineate.torch_ops.elementwise import elementwise
 
 
 class TTTMixer(LearningMixer):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lineate.small import SmallWeight
+from lineate.quantised import SmallWeight
 
 
 class Unchanged:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lineate.names import named_path
-from lineate.options import add_command, argument, option, parameters, sign
+from lineate.console.names import named_path
+from lineate.console.options import add_command, argument, option, parameters, sign
 
 if TYPE_CHECKING:
     import typer
@@ -40,10 +40,10 @@ def add_commands(app: "typer.Typer") -> None:
 
 def run_learn(asked: LearnArguments) -> None:
     """Show what was asked for; a wrong name ends the program with code 2, a claim that does not hold with code 1."""
-    from lineate.folders import check_out
+    from lineate.console.terminal import console, fail
     from lineate.learn.lessons import lesson_at
     from lineate.learn.show import show_disagreements, show_lesson, show_list
-    from lineate.terminal import console, fail
+    from lineate.system.folders import check_out
 
     screen = console()
     try:
@@ -66,8 +66,8 @@ def run_learn(asked: LearnArguments) -> None:
 
 def chosen(word: str) -> list[int]:
     """Return the numbers of the lessons that a word names; none for the page of disagreements."""
+    from lineate.console.names import nearest, spelled
     from lineate.learn.lessons import MODULES, all_lessons
-    from lineate.names import nearest, spelled
 
     numbers = list(range(1, len(MODULES) + 1))
     if word in ("all", DISAGREE):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lineate.learn.lesson import Claim, Equality, Finding, Measure, check, execute
-from lineate.seeding import own_random_numbers
+from lineate.system.seeding import own_random_numbers
 
 SETUP = """\
 import torch, lineate, lineate.layers

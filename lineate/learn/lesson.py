@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lineate.seeding import own_random_numbers
+from lineate.system.seeding import own_random_numbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -107,7 +107,7 @@ def _block(screen: "Console", text: str) -> None:
 def _markdown(screen: "Console", text: str) -> None:
     from rich.markdown import Markdown
 
-    from lineate.terminal import printable
+    from lineate.console.terminal import printable
 
     screen.print(Markdown(printable(without_pages(text)), hyperlinks=False))
 

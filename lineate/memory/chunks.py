@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.forms.sequences import locate, sequence_lengths
 from lineate.memory.gpu import kept
-from lineate.sequences import locate, sequence_lengths
 
 LARGEST_TENSOR = 2**26
 """Numbers of the largest tensor of a run: 256 MiB in float32."""

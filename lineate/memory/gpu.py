@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lineate.dispatch import kernels_run
-from lineate.tracing import is_eager
+from lineate.torch_ops.tracing import is_eager
 
 R = TypeVar("R")
 

@@ -6,9 +6,9 @@ from typing import Literal
 from torch import Tensor
 
 from lineate import checks
+from lineate.console.names import nearest
 from lineate.memory.chunks import check_chunk
 from lineate.memory.parts import Loss, MemoryModel, NamedWeights, Optimiser, check_name
-from lineate.names import nearest
 
 OPTIMISERS = ("sgd", "momentum", "positioned sgd", "muon", "least squares")
 """The optimisers that have a name (steps.py)."""

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lineate.layers import LayerState, MixtureOfExperts, RMSNorm, TensorSpec, kind_of
-from lineate.layers.context import Bounds
 from lineate.layers.entry import check_result
 from lineate.layers.feed import make_feed as make_dense
-from lineate.layers.ranks import Ranks
 from lineate.layers.registry import check_made
 from lineate.layers.steps import Mixed, feed_step, is_step, mix_step, runs_steps
 from lineate.layers.trail import Trail, trail
 from lineate.models.config import HybridConfig
+from lineate.parallel.context.segments import Bounds
+from lineate.parallel.tensor.ranks import Ranks
 
 _Kept = TypeVar("_Kept")
 

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineate.layers.context import Context
 from lineate.models.state import ModelState
+from lineate.parallel.context.segments import Context
 
 
 def check_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:

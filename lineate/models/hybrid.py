@@ -12,12 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.half import linear
 from lineate.layers import LinearMixer, ShortConvolution, TensorSpec
-from lineate.layers.context import Bounds, Context, Segment
 from lineate.layers.formats import StateFormat, convert
 from lineate.layers.projection import project
-from lineate.layers.ranks import Ranks
 from lineate.models.block import Block, make_mixer
 from lineate.models.checks import check_context, check_ids, check_labels, check_mask, check_state
 from lineate.models.config import HybridConfig
@@ -32,6 +29,9 @@ from lineate.models.sharding import SharedEmbedding, gather_logits, rank_config,
 from lineate.models.state import ModelState
 from lineate.models.stepping import Ends, step, step_tokens
 from lineate.models.trail import ModelTrail, TrailOutput
+from lineate.native.low_precision_matmul import linear
+from lineate.parallel.context.segments import Bounds, Context, Segment
+from lineate.parallel.tensor.ranks import Ranks
 
 if TYPE_CHECKING:
     from lineate.generation.sampling import Generation

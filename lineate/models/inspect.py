@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lineate.console.terminal import console
 from lineate.layers import MixtureOfExperts, kind_of
 from lineate.models.config import HybridConfig
 from lineate.models.families import make_plan, other_family, present, read_config, small_format
@@ -16,9 +17,8 @@ from lineate.models.hybrid import HybridLM, empty_model
 from lineate.models.nbytes import weight_bytes
 from lineate.models.opening import open_headers
 from lineate.models.pretrained import stored_formats, usual_dtype
-from lineate.processor import why_wide
-from lineate.small.format import BY_BITS, FORMATS
-from lineate.terminal import console
+from lineate.quantised.format import BY_BITS, FORMATS
+from lineate.system.processor import why_wide
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lineate.half import half_dtype, linear, times, wide_linear
-from lineate.layers.ranks import Ranks
+from lineate.native.low_precision_matmul import half_dtype, linear, times, wide_linear
+from lineate.parallel.tensor.ranks import Ranks
+from lineate.quantised.weight import SmallWeight
 from lineate.rule import compute_dtype, full_precision
-from lineate.small.weight import SmallWeight
 
 AT_ONCE = 2**26
 """How many logits are made at a time; if there are no more, autograd handles them in one piece."""

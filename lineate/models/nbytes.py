@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lineate.models.files.filling import dtype_of
-from lineate.small.format import Format
-from lineate.small.which import becomes_small
+from lineate.quantised.format import Format
+from lineate.quantised.which import becomes_small
 
 Formats = Format | Mapping[str, Format] | None
 """The format of all weights that can be small, or that of each small weight by its name in the model."""

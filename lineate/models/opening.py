@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+from lineate.console.names import user_path
 from lineate.models.families.gguf import open_gguf
 from lineate.models.files import hub
 from lineate.models.files.checkpoint import Checkpoint
 from lineate.models.files.gguf_header import find_gguf
-from lineate.names import user_path
 
 
 def open_checkpoint(name: str | Path) -> Checkpoint:

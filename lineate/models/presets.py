@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import fields
 
-from lineate.hints import hinted
+from lineate.console.hints import hinted
 from lineate.layers.linear import KIMI_DELTA_KIND
 from lineate.models.config import (
     AttentionConfig,

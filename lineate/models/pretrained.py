@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lineate.dtypes import parse_dtype
-from lineate.layers.ranks import Ranks
 from lineate.models.config import HybridConfig
 from lineate.models.families import (
     OWN,
@@ -42,8 +40,10 @@ from lineate.models.sampling_defaults import (
     with_sampling_defaults,
 )
 from lineate.models.sharding import model_ranges
-from lineate.small.format import FORMATS, Format
-from lineate.small.which import becomes_small, find_format, format_of, small_formats
+from lineate.parallel.tensor.ranks import Ranks
+from lineate.quantised.format import FORMATS, Format
+from lineate.quantised.which import becomes_small, find_format, format_of, small_formats
+from lineate.torch_ops.dtypes import parse_dtype
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 SOURCE = "_source"

@@ -1,6 +1,6 @@
 """A model shared out among ranks (tensor parallelism): some heads, channels and tokens of the vocabulary on each.
 
-    ranks = Ranks(group)                                             # lineate.layers.ranks
+    ranks = Ranks(group)                                             # lineate.parallel.tensor.ranks
     model = HybridLM.from_pretrained(folder, ranks=ranks)            # reads this rank's share alone
     model = share_out_model(model, ranks)                            # from a whole model that every rank has
 
@@ -19,11 +19,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from lineate.layers.ranks import Ranks
 from lineate.layers.registry import MixerKind, kind_of
-from lineate.layers.shards import Cut, share_out
 from lineate.models.config import HybridConfig
 from lineate.models.memoryless import without_memory
+from lineate.parallel.tensor.ranks import Ranks
+from lineate.parallel.tensor.shards import Cut, share_out
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 

@@ -27,7 +27,7 @@ from lineate.layers.native_steps import (
 from lineate.layers.unchanged import Unchanged
 from lineate.models.block import Block
 from lineate.native import step as native
-from lineate.small.product import are_rounded
+from lineate.quantised.product import are_rounded
 
 
 class Ends(NamedTuple):

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lineate import folders
 from lineate.native.compiler import (
     Code,
     NativeUnavailable,
@@ -24,6 +23,7 @@ from lineate.native.compiler import (
     find_compiler,
     remove,
 )
+from lineate.system import folders
 
 _FOLDER = Path(__file__).parent
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lineate.call import Options
 from lineate.checks import check_decay_values
+from lineate.forms.stability import warn_unstable
 from lineate.native.build import c_function
-from lineate.stability import warn_unstable
 
 _LAYOUT = struct.Struct("12q" + "5q" * 12 + "7q" + "d")  # Call in chunkwise.c
 _NO_TENSOR = (0, 0, 0, 0, 0)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lineate.native.build import c_function, why_not
-from lineate.tracing import is_virtual
+from lineate.torch_ops.tracing import is_virtual
 
 _CHOICE = struct.Struct("11q")  # Choice in choice.c
 

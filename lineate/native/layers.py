@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lineate import checks
 from lineate.native.build import c_function, why_not
-from lineate.registrar import register_op
-from lineate.tracing import constant_in_graphs, transformed
+from lineate.torch_ops.registrar import register_op
+from lineate.torch_ops.tracing import constant_in_graphs, transformed
 
 MOST_TAPS = 4
 """The most taps of a convolution in C; torch runs larger ones."""

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from lineate.call import Inputs, Options
-from lineate.chunk_op import Grads, Outputs, register
-from lineate.forms.packing import check_bounds
+from lineate.checks import check_bounds
 from lineate.native.call import States, Tensors, dense, run
-from lineate.tracing import PLAIN_TENSORS, recorded
+from lineate.torch_ops.chunk_op import Grads, Outputs, register
+from lineate.torch_ops.tracing import PLAIN_TENSORS, recorded
 
 _NO_STATES = torch.empty(0, device="cpu")
 

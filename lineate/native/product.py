@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lineate.native.build import c_function, why_not
-from lineate.processor import instruction_sets
+from lineate.system.processor import instruction_sets
 
 FEW_ROWS = 16
 """So many rows are multiplied here faster than by torch on every processor."""

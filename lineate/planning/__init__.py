@@ -8,7 +8,7 @@
 
 from typing import TYPE_CHECKING
 
-from lineate.lazy import first_use
+from lineate.system.lazy import first_use
 
 if TYPE_CHECKING:
     from lineate.planning.communication import Received, decode_received, prefill_received, training_received

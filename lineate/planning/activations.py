@@ -10,7 +10,7 @@ tensors of gradients that are alive at a time.
 from dataclasses import dataclass
 
 from lineate.layers import kind_of
-from lineate.layers.measuring import kept_bytes
+from lineate.layers.costs.measuring import kept_bytes
 from lineate.models.config import HybridConfig
 
 

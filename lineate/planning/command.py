@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lineate.names import spelled, user_path
-from lineate.options import add_command, parameters, sign
+from lineate.console.names import spelled, user_path
+from lineate.console.options import add_command, parameters, sign
 from lineate.planning.options import (
     PlanArguments,
     check_files,
@@ -65,7 +65,7 @@ def run_plan(asked: PlanArguments) -> None:
     """Print and write what was asked for; a wrong option ends the program."""
     import typer
 
-    from lineate.terminal import fail, printable
+    from lineate.console.terminal import fail, printable
 
     assumed: dict[str, int | str] = {}
     try:
@@ -141,7 +141,7 @@ def _make(asked: PlanArguments, request: "PlanRequest") -> dict[str, Any]:
 
 def _with_bits(asked: PlanArguments, make: Callable[[str | None], "Model"]) -> "Model":
     """Return the model that a dtype makes, with weights of --bits if there are any."""
-    from lineate.small.which import name_of_bits
+    from lineate.quantised.which import name_of_bits
 
     weights = name_of_bits(asked.bits)
     return make(asked.dtype) if weights is None else replace(make(asked.dtype or "float32"), weights=weights, kept=())
@@ -202,10 +202,10 @@ def _show(report: dict[str, Any], json_file: str | None, csv_file: str | None, l
     """Print the tables, unless numbers are printed instead, and write the files."""
     import typer
 
+    from lineate.console.terminal import console, printable
     from lineate.planning.report import csv_text
     from lineate.planning.tables import print_report, print_teaching
     from lineate.planning.where import print_fits
-    from lineate.terminal import console, printable
 
     texts = [(json_file, json.dumps(report, indent=1) + "\n"), (csv_file, csv_text(report))]
     for name, text in texts:  # before the tables, which may be cut by a pipe

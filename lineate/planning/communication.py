@@ -15,12 +15,12 @@ from math import prod
 from torch import Tensor
 
 from lineate.layers import kind_of
-from lineate.layers.balance import even_parts, plan_moves
 from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, MambaConfig
 from lineate.layers.mamba2 import GroupedGatedNorm
 from lineate.layers.ttt import TTTMixer
 from lineate.models.config import HybridConfig
 from lineate.models.sharding import model_cuts
+from lineate.parallel.context.balance import even_parts, plan_moves
 from lineate.planning.memory import LayerMemory, MemoryPlan, empty_of
 from lineate.planning.models import Model, check_size
 from lineate.rule import rule_named

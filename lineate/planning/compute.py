@@ -2,7 +2,7 @@
 
 A multiply-add counts as 2. Two conventions:
 
-    executed   the matrix products that plain torch runs here, as torch.utils.flop_counter counts them (lineate.flops
+    executed   the matrix products that plain torch runs here, as torch.utils.flop_counter counts them (flops.py
                tells it of our ops): attention over all pairs, causal or not, chunks of 64 with their square scores. Not
                counted, as there: triangular solves, convolutions of 4 taps, the recurrent write, norms and other
                elementwise work.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from lineate.layers import MixerKind, Operations, kind_of
-from lineate.layers.measuring import operations_of
+from lineate.layers.costs.measuring import operations_of
 from lineate.models.config import ExpertsConfig, HybridConfig, LinearConfig
 from lineate.models.nbytes import tensor_bytes
 from lineate.planning.memory import MemoryPlan

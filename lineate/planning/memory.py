@@ -13,7 +13,6 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from lineate.dtypes import full_name
 from lineate.layers import MixerKind, MixtureOfExperts, TensorSpec, kind_of
 from lineate.models.config import HybridConfig
 from lineate.models.hybrid import HybridLM, empty_model
@@ -22,6 +21,7 @@ from lineate.models.loss import AT_ONCE, most_bytes
 from lineate.models.nbytes import weight_bytes
 from lineate.planning.activations import ends, saved_by
 from lineate.planning.models import Model, check_size, dtype_of
+from lineate.torch_ops.dtypes import full_name
 
 
 @dataclass(frozen=True)

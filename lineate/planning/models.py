@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lineate.dtypes import HALF_AND_SINGLE, parse_dtype
+from lineate.console.names import nearest, user_path
 from lineate.layers import kind_of
 from lineate.models.config import (
     AttentionConfig,
@@ -32,9 +32,9 @@ from lineate.models.hybrid import empty_model
 from lineate.models.nbytes import Formats
 from lineate.models.presets import PRESETS, preset
 from lineate.models.pretrained import stored_formats, usual_dtype
-from lineate.names import nearest, user_path
-from lineate.small.format import FORMATS, Format
-from lineate.small.which import find_format
+from lineate.quantised.format import FORMATS, Format
+from lineate.quantised.which import find_format
+from lineate.torch_ops.dtypes import HALF_AND_SINGLE, parse_dtype
 
 DTYPES: dict[str, torch.dtype] = HALF_AND_SINGLE | {
     "fp8": torch.float8_e4m3fn,
@@ -85,7 +85,7 @@ class Model:
     origin: str
     """"preset", "folder", "gguf", "config.json", "hub", "numbers" or "config"."""
     weights: str | None = None
-    """The format of large weights, of lineate.small.FORMATS; None: they have the dtype too."""
+    """The format of large weights, of lineate.quantised.FORMATS; None: they have the dtype too."""
     kept: tuple[tuple[str, str], ...] = ()
     """Names and formats of the weights that a GGUF file keeps small; `weights` is then that of most of them."""
     split: Split = WHOLE

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lineate.names import user_path
-from lineate.options import argument, option
+from lineate.console.names import user_path
+from lineate.console.options import argument, option
 
 if TYPE_CHECKING:
     from lineate.planning.hardware import Hardware
@@ -206,7 +206,7 @@ def choose_machines(
 
 def check_files(json_file: str | None, csv_file: str | None, plot: Path | None) -> None:
     """Prove that the files can be written, before anything is computed."""
-    from lineate.folders import why_not_writable_file
+    from lineate.system.folders import why_not_writable_file
 
     if json_file == csv_file == "-":
         raise ValueError("--json - and --csv - cannot both be printed; write one of them to a file")

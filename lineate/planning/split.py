@@ -7,9 +7,9 @@ replicas    so many copies of all that, each with sequences of its own
 
 from dataclasses import replace
 
-from lineate.layers.context import check_splits
 from lineate.models.config import HybridConfig
 from lineate.models.sharding import divide_config, tensor_sizes
+from lineate.parallel.context.segments import check_splits
 from lineate.planning.memory import empty_of
 from lineate.planning.models import WHOLE, Model, Split, check_size
 

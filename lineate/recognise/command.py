@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lineate.options import add_command, argument, option, parameters, sign
+from lineate.console.options import add_command, argument, option, parameters, sign
 
 if TYPE_CHECKING:
     import typer
@@ -40,10 +40,10 @@ def run_check(asked: CheckArguments) -> None:
     """Print what the expression is and end the program with its exit status."""
     import typer
 
+    from lineate.console.terminal import console, fail, printable
     from lineate.recognise.compare import check
     from lineate.recognise.report import as_json, print_finding
     from lineate.recognise.symbols import Refused
-    from lineate.terminal import console, fail, printable
 
     try:
         found = check(asked.expression, _names(asked.per_key), _names(asked.per_value))

@@ -11,7 +11,7 @@ import warnings
 from dataclasses import dataclass
 from typing import NoReturn
 
-from lineate.names import nearest
+from lineate.console.names import nearest
 from lineate.recognise.functions import FUNCTIONS, METHODS, Option
 from lineate.recognise.symbols import MODULES, SIZES, Refused, known_names, part_of, plain
 

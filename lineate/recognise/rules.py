@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lineate import ops
+from lineate.forms.stability import UnstableMemoryWarning
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule, read
-from lineate.stability import UnstableMemoryWarning
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.staticfiles import StaticFiles
 
 import lineate
 from lineate.generation.choice import Sampling
@@ -22,19 +21,20 @@ from lineate.layers import kind_of
 from lineate.layers.formats import AS_COMPUTED, StateFormat
 from lineate.models import HybridLM
 from lineate.models.hybrid import empty_model
+from lineate.quantised.which import format_of
 from lineate.serving.api.chat import chat
 from lineate.serving.api.completions import complete
-from lineate.serving.api.errors import ApiError
-from lineate.serving.api.fields import shown
 from lineate.serving.api.foreign import EXPOSED
-from lineate.serving.api.responses import answer, answer_api_error, answer_http_error
 from lineate.serving.api.service import Description, Engine, Service
 from lineate.serving.api.tokens import detokenize, tokenize
-from lineate.serving.gate import Gate, Keys, Traffic
-from lineate.serving.limits import Limits
-from lineate.serving.metrics import CONTENT_TYPE, Metrics
-from lineate.small.which import format_of
 from lineate.text.base import Tokenizer
+from lineate.web.errors import ApiError
+from lineate.web.fields import shown
+from lineate.web.gate import Gate, Keys, Traffic
+from lineate.web.limits import Limits
+from lineate.web.metrics import CONTENT_TYPE, Metrics
+from lineate.web.pages import PageFiles
+from lineate.web.responses import answer, answer_api_error, answer_http_error
 
 PAGE = Path(__file__).with_name("page")
 """The chat page, served at /."""
@@ -161,7 +161,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, description: Description, set
 
 def _add_page(app: FastAPI) -> None:
     """Serve the files of the page; a mount at / would hide which routes exist with another method."""
-    files = StaticFiles(directory=PAGE)
+    files = PageFiles(PAGE)
 
     @app.api_route("/", methods=["GET", "HEAD"])
     async def page(request: Request) -> Response:

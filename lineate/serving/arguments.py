@@ -1,19 +1,19 @@
 """The options of `lineate serve`, and what they mean before a model is loaded."""
 
-import ipaddress
 import os
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lineate.names import user_path
-from lineate.options import argument, option
-from lineate.terminal import printable
+from lineate.console.names import user_path
+from lineate.console.options import argument, option
+from lineate.console.terminal import printable
+from lineate.web.listening import allowed_hosts
 
 if TYPE_CHECKING:
     from lineate.generation.defaults import SamplingFlags
     from lineate.serving.app import Settings
-    from lineate.serving.limits import Limits
+    from lineate.web.limits import Limits
 
 KEYS = "LINEATE_API_KEY"
 BUILT_IN = "lineate-small"
@@ -128,7 +128,7 @@ def limits_of(asked: ServeArguments) -> "Limits":
         asked: The options.
     """
     from lineate.planning.units import read_bytes
-    from lineate.serving.limits import Limits
+    from lineate.web.limits import Limits
 
     return Limits(
         body_bytes=read_bytes(asked.max_body, "--max-body"),
@@ -172,31 +172,6 @@ def words_of(given: str | None) -> tuple[str, ...]:
         given: The option.
     """
     return () if given is None else tuple(word.strip() for word in given.split(","))
-
-
-def allowed_hosts(host: str, more: tuple[str, ...] = ()) -> frozenset[str]:
-    """Return the names by which a server may be called; any if it listens to other machines and none was named.
-
-    Args:
-        host: The name or address that the server listens at.
-        more: Names that are allowed as well.
-    """
-    named = {name.lower() for name in more}
-    if is_local(host):
-        return frozenset({"localhost", "127.0.0.1", "::1", host.lower(), *named})
-    return frozenset({host.lower(), *named} if named else ())
-
-
-def is_local(host: str) -> bool:
-    """Whether only programs on this machine can reach an address.
-
-    Args:
-        host: A name or an address.
-    """
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def name_of(asked: ServeArguments) -> str:

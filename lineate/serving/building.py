@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from lineate.names import named_path, user_path
+from lineate.console.names import named_path, user_path
 from lineate.serving.arguments import HEAD, LOOKUP, NONE, ServeArguments, name_of, sampling_of, say, sizes_of
 
 if TYPE_CHECKING:
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lineate.generation.ranks import RankedJob
     from lineate.models import HybridLM
     from lineate.serving.app import Settings
-    from lineate.serving.engine import Engine
+    from lineate.serving.engine.engine import Engine
     from lineate.text.base import Tokenizer
 
 
@@ -23,8 +23,8 @@ def load(asked: ServeArguments, job: "RankedJob | None") -> tuple["Engine", "Hyb
         job: The processes that share the model; None: there is one.
     """
     from lineate.generation.loading import find_device, load_model, load_or_builtin
-    from lineate.serving.warming import warm_up
-    from lineate.small.which import name_of_bits
+    from lineate.quantised.which import name_of_bits
+    from lineate.serving.engine.warming import warm_up
 
     weights, defaults = name_of_bits(asked.bits), sampling_of(asked).reads
     if job is None:
@@ -55,7 +55,7 @@ def application(
     )
     engine: Any = own
     if job is not None:
-        from lineate.serving.lockstep import Lockstep
+        from lineate.serving.engine.lockstep import Lockstep
 
         engine = Lockstep(own, job.link)
     app = make_app(engine, tokenizer, description, settings)
@@ -91,10 +91,10 @@ def add_explorer(app: "FastAPI", keys: tuple[str, ...], model: "HybridLM", token
 
 def _engine(asked: ServeArguments, model: "HybridLM", job: "RankedJob | None") -> "Engine":
     """Return the engine with its cache and drafter."""
-    from lineate.serving.cache import StateCache
-    from lineate.serving.engine import Engine
-    from lineate.serving.identity import identity_of
-    from lineate.serving.peers import LinkedPeers
+    from lineate.serving.cache.cache import StateCache
+    from lineate.serving.cache.identity import identity_of
+    from lineate.serving.cache.peers import LinkedPeers
+    from lineate.serving.engine.engine import Engine
 
     budget, memory = sizes_of(asked)
     folder = None if asked.cache_folder is None else user_path(named_path(asked.cache_folder))
@@ -129,9 +129,9 @@ def find_drafter(asked: ServeArguments, model: "HybridLM") -> Any:
         model: The model that checks the guesses.
     """
     from lineate.generation.loading import load_model
+    from lineate.quantised.which import name_of_bits
     from lineate.serving.drafting import DraftModel, PromptLookup
-    from lineate.serving.predicting import PredictionDrafter
-    from lineate.small.which import name_of_bits
+    from lineate.serving.drafting.predicting import PredictionDrafter
 
     if asked.draft == NONE:
         return None

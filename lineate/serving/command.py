@@ -1,22 +1,20 @@
 """The command `lineate serve`."""
 
 import signal
-import socket
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lineate.extras import missing_module, not_installed
-from lineate.names import named_path, user_path
-from lineate.options import add_command, parameters, sign
+from lineate.console.extras import missing_module, not_installed
+from lineate.console.names import named_path, user_path
+from lineate.console.options import add_command, parameters, sign
+from lineate.console.terminal import fail
 from lineate.serving.arguments import (
     HEAD,
     KEYS,
     LOOKUP,
     NONE,
     ServeArguments,
-    allowed_hosts,
-    is_local,
     limits_of,
     name_of,
     read_keys,
@@ -26,7 +24,7 @@ from lineate.serving.arguments import (
     sizes_of,
 )
 from lineate.serving.building import add_explorer, application, load
-from lineate.terminal import fail
+from lineate.web.listening import is_local, listen
 
 if TYPE_CHECKING:
     import typer
@@ -34,17 +32,14 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from lineate.generation.ranks import RankedJob
-    from lineate.integrations.ray.cluster import RayReplicas
-    from lineate.integrations.ray.options import ReplicaOptions
     from lineate.models import HybridLM
     from lineate.serving.draining import DrainingServer
-    from lineate.serving.engine import Engine
+    from lineate.serving.engine.engine import Engine
+    from lineate.serving.replicas.cluster import RayReplicas
+    from lineate.serving.replicas.options import ReplicaOptions
     from lineate.text.base import Tokenizer
 
-__all__ = [
-    "ServeArguments", "add_commands", "add_explorer", "allowed_hosts", "is_local", "listen", "make_replica",
-    "read_keys", "run_serve",
-]  # fmt: skip
+__all__ = ["ServeArguments", "add_commands", "add_explorer", "make_replica", "read_keys", "run_serve"]
 
 OF_RANK_0 = ("folder", "host", "port", "name", "api_key", "cors", "allow_host", "access_log", "tensor", "cache_folder")
 """Options that may differ between processes that share a model, or are compared in another way."""
@@ -118,7 +113,7 @@ def _serve(asked: ServeArguments, job: "RankedJob | None") -> None:
 def _follow(asked: ServeArguments, job: "RankedJob") -> None:
     """Make the steps of rank 0's server until it ends."""
     from lineate.serving.api.guides import Grammars
-    from lineate.serving.lockstep import Lockstep
+    from lineate.serving.engine.lockstep import Lockstep
 
     engine, _, tokenizer = load(asked, job)
     grammars = Grammars(tokenizer, limits_of(asked).grammar_bytes)
@@ -128,29 +123,6 @@ def _follow(asked: ServeArguments, job: "RankedJob") -> None:
     front.follow()
     if engine.cache is not None:
         engine.cache.close()
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Take an address, so that one that is taken is noticed before a model is loaded; clients cannot connect yet.
-
-    Args:
-        host: A name or an address of this machine.
-        port: The port; 0 takes a free one.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ValueError(
-            f"--host must be a name or an address of this machine, got {host!r} ({error.strerror})"
-        ) from None
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        made.bind(address)
-    except OSError as error:
-        made.close()
-        raise ValueError(f"--host and --port must be free, got {host}:{port} ({error.strerror})") from None
-    return made
 
 
 def _end(job: "RankedJob", server: "DrainingServer", why: str) -> None:
@@ -194,7 +166,7 @@ def _check_tensor(asked: ServeArguments) -> None:
 
 def _replica_options(asked: ServeArguments) -> "ReplicaOptions | None":
     """Return what the options say about replicas; None if one engine in this process serves."""
-    from lineate.integrations.ray.options import ReplicaOptions
+    from lineate.serving.replicas.options import ReplicaOptions
 
     given = {
         "--max-replicas": asked.max_replicas, "--target-queue": asked.target_queue, "--imbalance": asked.imbalance,
@@ -225,8 +197,8 @@ def _prepare_replicas(
 ) -> tuple["DrainingServer", "RayReplicas"]:
     """Return the server of the front, and the replicas, which run; what is wrong with the model is noticed before."""
     from lineate.generation.loading import check_model, load_or_builtin
-    from lineate.integrations.ray.cluster import RayReplicas
-    from lineate.integrations.ray.front import make_front
+    from lineate.serving.replicas.cluster import RayReplicas
+    from lineate.serving.replicas.front import make_front
 
     settings, _ = settings_of(asked), sizes_of(asked)
     limits = replace(settings.limits, requests=settings.limits.requests * replicated.limit)
@@ -281,7 +253,7 @@ def _whole_path(name: str) -> str:
 def _announce(asked: ServeArguments, port: int, model: "HybridLM", tokenizer: "Tokenizer") -> None:
     """Say what is served, and where."""
     from lineate.planning.units import show_bytes, show_count
-    from lineate.small.which import format_of
+    from lineate.quantised.which import format_of
 
     count = show_count(sum(x.numel() for x in model.parameters()))
     ranks = "" if asked.tensor == 1 else f" on each of {asked.tensor} ranks"

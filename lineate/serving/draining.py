@@ -9,9 +9,9 @@ from typing import Protocol
 import uvicorn
 from starlette.applications import Starlette
 
-from lineate.serving.connections import connections
-from lineate.serving.gate import Traffic
-from lineate.serving.limits import Limits
+from lineate.web.connections import connections
+from lineate.web.gate import Traffic
+from lineate.web.limits import Limits
 
 LOG = logging.getLogger("lineate.serving")
 LAST_SECONDS = 5.0

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lineate.names import named_path
-from lineate.options import add_command, argument, option, parameters, sign
+from lineate.console.names import named_path
+from lineate.console.options import add_command, argument, option, parameters, sign
 from lineate.tasks import DEFAULT_RULES
 
 if TYPE_CHECKING:
@@ -101,14 +101,14 @@ def run_tasks(asked: TasksArguments, given: set[str]) -> None:
     import typer
     from rich.console import Console
 
-    from lineate.folders import check_out
-    from lineate.names import hyphenated, spelled
+    from lineate.console.names import hyphenated, spelled
+    from lineate.console.terminal import fail
+    from lineate.system.folders import check_out
     from lineate.tasks.progress import Progress, estimate, lanes
     from lineate.tasks.quick import QUICK
     from lineate.tasks.registry import TASKS
     from lineate.tasks.report import print_table, save, save_numbers
     from lineate.tasks.runner import run_cells
-    from lineate.terminal import fail
 
     task, out, quick = spelled(asked.task, TASKS), asked.out, asked.quick
     try:

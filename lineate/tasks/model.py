@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from lineate.console.names import nearest
 from lineate.layers import MixerKind, kinds
 from lineate.models import (
     AttentionConfig,
@@ -12,7 +13,6 @@ from lineate.models import (
     MambaConfig,
     MemoryConfig,
 )
-from lineate.names import nearest
 from lineate.rule import RULES
 
 CORRECTING = tuple(rule.name for rule in RULES if rule.corrects)

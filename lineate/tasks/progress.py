@@ -12,7 +12,7 @@ import torch
 
 from lineate.tasks.registry import TASKS
 from lineate.tasks.runner import Cell, measure, precision, start, train_step
-from lineate.tracing import cpu_by_default
+from lineate.torch_ops.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.dtypes import full_name
+from lineate.console.names import nearest
 from lineate.models import HybridLM
-from lineate.names import nearest
 from lineate.tasks.model import ModelOptions, make_config
 from lineate.tasks.registry import TASKS
 from lineate.tasks.task import NOTHING, Task, TaskSizes
-from lineate.tracing import cpu_by_default
+from lineate.torch_ops.dtypes import full_name
+from lineate.torch_ops.tracing import cpu_by_default
 
 Say = Callable[[str], None]
 TRAINING_DTYPES = ("float32", "tf32", "bfloat16")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lineate.names import nearest
+from lineate.console.names import nearest
 
 NOTHING = -100
 """The target where nothing is asked."""

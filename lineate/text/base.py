@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lineate.extras import not_installed
+from lineate.console.extras import not_installed
 from lineate.models.files.companions import write_file
 from lineate.text.bounded import TokenBound, TooManyTokens, check_pieces
 from lineate.text.chat import CHAT_FILE, DEFAULT_TEMPLATE, ChatTemplate

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lineate.extras import not_installed
+from lineate.console.extras import not_installed
 from lineate.models.files.companions import TEMPLATES
 from lineate.models.files.safetensors import CheckpointError, parse_json
 

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lineate.console.names import user_path
 from lineate.models.files.companions import find_file, read_companions, write_file
 from lineate.models.files.gguf_header import find_gguf, read_header
 from lineate.models.files.gguf_tokenizer import UnknownTokenizer, gguf_companions, has_tokens
 from lineate.models.files.hub import TEXTS, fetch, is_hub_name
-from lineate.names import user_path
 from lineate.text.base import END_TEXT, JSON_FILE, KIND_FILE, Tokenizer, library, utf8, vocabulary_bytes
 from lineate.text.bounded import TokenBound
 from lineate.text.chat import read_chat

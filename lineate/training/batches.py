@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lineate.sequences import copied_bounds
+from lineate.forms.sequences import copied_bounds
 from lineate.training.tokens import JoinedSpans, TokenView, permutation
 
 NO_TARGET = -100

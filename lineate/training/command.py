@@ -5,9 +5,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
-from lineate.names import named_path, spelled, user_path
-from lineate.options import add_command, sign
-from lineate.terminal import fail, print_anything
+from lineate.console.names import named_path, spelled, user_path
+from lineate.console.options import add_command, sign
+from lineate.console.terminal import fail, print_anything
 from lineate.training.config import CONFIG_FILE, TrainConfig
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from lineate.names import closest
+from lineate.console.names import closest
 
 CONFIG_FILE = "config.json"
 """The file of options in a run's folder."""
@@ -87,7 +87,7 @@ class TrainConfig:
     tensorboard: bool = option(False, "Write events for TensorBoard.")
 
     def __post_init__(self) -> None:
-        from lineate.dtypes import full_name  # now, as it needs torch, which lineate train --help does not
+        from lineate.torch_ops.dtypes import full_name  # now, as it needs torch, which lineate train --help does not
 
         object.__setattr__(self, "dtype", full_name(self.dtype))
 

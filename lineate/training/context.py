@@ -10,7 +10,7 @@ Outputs and gradients equal those of one process with all tokens; a parameter's 
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from lineate.layers.context import Context, check_splits
+from lineate.parallel.context.segments import Context, check_splits
 
 
 def context_parallel(model: nn.Module, group: ProcessGroup) -> None:

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lineate.layers.ranks import Ranks
 from lineate.models.sharding import share_out_model, square_of_gradients, sum_shared_gradients
-from lineate.processes import device_of, find_place, fresh_store, join
+from lineate.parallel.job.processes import device_of, find_place, fresh_store, join
+from lineate.parallel.tensor.ranks import Ranks
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 ResultT = TypeVar("ResultT")

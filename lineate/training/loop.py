@@ -19,8 +19,8 @@ from lineate.models import HybridLM
 from lineate.models.files.safetensors import write_tensors
 from lineate.models.hybrid import check_saveable
 from lineate.models.sharding import whole_state
-from lineate.processor import why_wide
-from lineate.tracing import cpu_by_default
+from lineate.system.processor import why_wide
+from lineate.torch_ops.tracing import cpu_by_default
 from lineate.training import checkpoint
 from lineate.training.compiling import weigh
 from lineate.training.config import CONFIG_FILE

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from lineate import folders
-from lineate.layers.context import check_splits
-from lineate.layers.ranks import Ranks
+from lineate.console.names import nearest
 from lineate.models import HybridLM
 from lineate.models.families import read_config, small_format
 from lineate.models.files.checkpoint import Checkpoint, read_json
@@ -18,10 +16,12 @@ from lineate.models.files.safetensors import CheckpointError
 from lineate.models.hybrid import make_mixer
 from lineate.models.presets import PRESETS, preset
 from lineate.models.sharding import rank_config
-from lineate.names import nearest
+from lineate.parallel.context.segments import check_splits
+from lineate.parallel.tensor.ranks import Ranks
+from lineate.system import folders
 from lineate.text import Bytes, Tokenizer, has_tokenizer, load_tokenizer, make_tokenizer
 from lineate.text.tokenizer import check_name
-from lineate.tracing import cpu_by_default
+from lineate.torch_ops.tracing import cpu_by_default
 from lineate.training import checkpoint
 from lineate.training.config import CONFIG_FILE, FIXED_OPTIONS, TrainConfig
 from lineate.training.distributed import World

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lineate.extras import not_installed
-from lineate.terminal import console, printable
+from lineate.console.extras import not_installed
+from lineate.console.terminal import console, printable
 from lineate.training.config import TrainConfig
 
 METRICS_FILE = "metrics.jsonl"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lineate.extras import not_installed
+from lineate.console.extras import not_installed
 from lineate.models.files.safetensors import CheckpointError, read_header, write_bytes
 from lineate.training.distributed import on_main
 

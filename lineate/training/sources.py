@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lineate.names import user_path
-from lineate.terminal import printable
+from lineate.console.names import user_path
+from lineate.console.terminal import printable
 
 MessageCallback = Callable[[str], None]
 """Is called with a line of text to show."""

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from lineate import folders
+from lineate.system import folders
 from lineate.text import Tokenizer
 from lineate.training.sources import MessageCallback, documents, fingerprint, warn
 

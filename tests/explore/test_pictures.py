@@ -25,8 +25,8 @@ from lineate.explore.command import make, options_for, read_text
 from lineate.explore.memories import FIXED_SIZE
 from lineate.explore.pictures import MODULES, PictureOptions, find, load_numbers, save_numbers
 from lineate.explore.subject import open_subject, run_rule, trace
-from lineate.folders import cache_folder
 from lineate.models import HybridLM, preset
+from lineate.system.folders import cache_folder
 
 OURS = ("state", "attention", "growth")
 

@@ -18,8 +18,8 @@ from lineate.layers import kind_of
 from lineate.models import HybridLM, preset
 from lineate.models.hybrid import next_token_loss
 from lineate.rule import activate, rule_named
-from lineate.serving.api.errors import ApiError
 from lineate.text import Bytes
+from lineate.web.errors import ApiError
 
 TEXT = "for value in values"
 IDS = torch.tensor([list(TEXT.encode())])

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from lineate.models import HybridLM, preset
 from lineate.serving.app import Settings, describe, make_app
 from lineate.serving.command import add_explorer
-from lineate.serving.engine import Engine
+from lineate.serving.engine.engine import Engine
 from lineate.text import Bytes
 
 BODY = {"text": "for value in values", "changes": [{"layer": 0, "off": ["decay"]}]}

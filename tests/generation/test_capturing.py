@@ -15,7 +15,7 @@ from torch import Tensor
 from lineate.generation import GraphedDecoder, capturing
 from lineate.generation.in_place import capture
 from lineate.models import HybridLM
-from lineate.serving.pool import Pool
+from lineate.serving.engine.pool import Pool
 
 CUDA = torch.device("cuda")
 on_gpu = pytest.mark.gpu

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 from linked import Linked, on_all
 
-from lineate.generation.link import JobEnded, Link, connect, difference
-from lineate.processes import Place
+from lineate.parallel.job.link import JobEnded, Link, connect, difference
+from lineate.parallel.job.processes import Place
 
 LOST = "rank {} has ended without a word: it was killed, or its machine is gone"
 ABOUT = {"version": ("1", "1"), "flags": ("a", "a")}
@@ -80,7 +80,7 @@ def test_when_rank_0_is_lost_the_next_one_says_so():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_is_named_with_its_reason(rank, monkeypatch):
-    monkeypatch.setattr("lineate.generation.link.GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("lineate.parallel.job.link.GRACE_SECONDS", 0.05)
     links = Linked(2).links
     ended = watched(links)
     with pytest.raises(JobEnded, match=rf"rank {rank} failed: RuntimeError: no memory"):
@@ -102,7 +102,7 @@ def test_a_rank_that_fails_because_another_was_lost_names_that_one():
 
 
 def test_ranks_out_of_step_end_the_job(monkeypatch):
-    monkeypatch.setattr("lineate.generation.link.GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("lineate.parallel.job.link.GRACE_SECONDS", 0.05)
     links = Linked(2).links
     links[0].send("step", 1)
     with pytest.raises(JobEnded, match="expected share of rank 0, got step"):

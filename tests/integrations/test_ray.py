@@ -21,11 +21,11 @@ from chat_tokenizer import chat_tokenizer
 from replicated import CHAT, Clients, Replicated, ask, until
 from small_models import random_model
 
-from lineate.integrations.ray.call import Call
-from lineate.integrations.ray.cluster import RayReplicas
-from lineate.integrations.ray.options import ReplicaOptions
 from lineate.models import preset
 from lineate.serving.command import ServeArguments, make_replica
+from lineate.serving.replicas.call import Call
+from lineate.serving.replicas.cluster import RayReplicas
+from lineate.serving.replicas.options import ReplicaOptions
 
 pytestmark = pytest.mark.slow
 

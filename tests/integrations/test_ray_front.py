@@ -22,17 +22,17 @@ from chat_tokenizer import chat_tokenizer
 from live_server import WAIT, ScriptedEngine, until
 from small_models import random_model
 
-from lineate.integrations.ray.call import Call
-from lineate.integrations.ray.front import TRIES, ReplicaLost, make_front
-from lineate.integrations.ray.gathered import gather
-from lineate.integrations.ray.replica import Replica
-from lineate.integrations.ray.routing import Routing
 from lineate.models import preset
 from lineate.serving.api.service import Description
 from lineate.serving.app import Settings, describe, make_app
 from lineate.serving.draining import DrainingServer
-from lineate.serving.engine import Engine
-from lineate.serving.limits import Limits
+from lineate.serving.engine.engine import Engine
+from lineate.serving.replicas.call import Call
+from lineate.serving.replicas.front import TRIES, ReplicaLost, make_front
+from lineate.serving.replicas.gathered import gather
+from lineate.serving.replicas.replica import Replica
+from lineate.serving.replicas.routing import Routing
+from lineate.web.limits import Limits
 
 CHAT = "/v1/chat/completions"
 TEXT = "Hello, world. This is a replica."
@@ -379,7 +379,7 @@ def test_the_health_of_a_replica():
 def test_a_replica_whose_engine_is_stuck(monkeypatch):
     """Steps may take long, but not for ever while requests wait."""
     now = [0.0]
-    monkeypatch.setattr("lineate.integrations.ray.replica.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lineate.serving.replicas.replica.time.monotonic", lambda: now[0])
     tokenizer = chat_tokenizer()
     model = random_model(replace(preset("tiny", vocab_size=tokenizer.vocab_size), n_layers=2, pattern="GA"))
 
@@ -395,7 +395,7 @@ def test_a_replica_whose_engine_is_stuck(monkeypatch):
     now[0] = 1000.0
     replica.check_health()  # nothing waits for it
     from lineate.generation.choice import Sampling
-    from lineate.serving.requests import Request
+    from lineate.serving.engine.requests import Request
 
     engine.submit(Request((1, 2, 3), Sampling(), max_new_tokens=2))
     for now[0] in (1200.0, 1299.0):

@@ -10,10 +10,10 @@ pytest.importorskip("pydantic_core")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lineate.integrations.ray.options import ReplicaOptions
-from lineate.integrations.ray.prefixes import Prefixes
-from lineate.integrations.ray.prompts import BLOCK, CHAT, COMPLETIONS, blocks_of
-from lineate.integrations.ray.routing import Routing
+from lineate.serving.replicas.options import ReplicaOptions
+from lineate.serving.replicas.prefixes import Prefixes
+from lineate.serving.replicas.prompts import BLOCK, CHAT, COMPLETIONS, blocks_of
+from lineate.serving.replicas.routing import Routing
 
 
 def prompt(*numbers: int) -> "array[int]":
@@ -211,7 +211,7 @@ def test_bodies_that_the_replica_will_refuse(text):
 def test_a_body_with_too_many_values_is_not_read(monkeypatch):
     read = []
     monkeypatch.setattr("pydantic_core.from_json", lambda text: read.append(len(text)) or {})
-    monkeypatch.setattr("lineate.integrations.ray.prompts.IDS", 500)
+    monkeypatch.setattr("lineate.serving.replicas.prompts.IDS", 500)
     many = body(messages=[[]] * 2000)
     for path in (CHAT, COMPLETIONS):
         assert len(blocks_of(path, many, 1000)) == 0 and not read

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from paths import GPU, ONE_EACH, PATHS, Path, param
 from torch import Tensor
 
-from lineate.small import FORMATS, SmallWeight, float8_activations, quantize
+from lineate.quantised import FORMATS, SmallWeight, float8_activations, quantize
 
 pytest.importorskip("triton")
 small_products = importlib.import_module("lineate.kernels.layers.small_products")

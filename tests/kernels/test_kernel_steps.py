@@ -9,7 +9,7 @@ from paths import GPU, PATHS, Path, param
 from torch import Tensor
 
 from lineate.call import Inputs
-from lineate.rounding import round_memory
+from lineate.ops.rounding import round_memory
 from lineate.rule import activate, normalize, step
 
 pytest.importorskip("triton")

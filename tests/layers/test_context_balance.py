@@ -30,10 +30,12 @@ from segments import (
     run_model,
 )
 
-from lineate.layers import attention, balance, carry, context, latent
-from lineate.layers.balance import Move, Part, attention_pairs, even_parts, plan_moves
-from lineate.layers.workload import Source, Workload
+from lineate.layers import attention, latent
 from lineate.ops import gated_delta_rule
+from lineate.parallel.context import balance, carry
+from lineate.parallel.context import segments as context
+from lineate.parallel.context.balance import Move, Part, attention_pairs, even_parts, plan_moves
+from lineate.parallel.context.workload import Source, Workload
 from lineate.training.context import context_parallel
 
 ROUNDING = 2e-5

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor, nn
 
 from lineate.layers import GatedDeltaNet, LayerState, Memory, TokenCache
-from lineate.layers.context import Segment, Told, check_splits
 from lineate.layers.registry import kind_of
 from lineate.layers.registry import letters as all_letters
 from lineate.models import (
@@ -20,6 +19,7 @@ from lineate.models import (
     preset,
 )
 from lineate.models.hybrid import make_mixer
+from lineate.parallel.context.segments import Segment, Told, check_splits
 from lineate.training.config import TrainConfig
 from lineate.training.context import context_parallel
 from lineate.training.distributed import World

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lineate import processor
 from lineate.layers import MixtureOfExperts
 from lineate.native.build import available
+from lineate.system import processor
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C compiler")
 HIDDEN, ROWS, MOST = 72, (1, 2, 3, 8, 16), 16

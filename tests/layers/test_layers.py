@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineate import sequences
+from lineate.forms import sequences
 from lineate.layers import (
     DeltaNet,
     GatedAttention,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import lineate
 from lineate.layers import Mamba2, kind_of
 from lineate.layers.configs import MambaConfig
+from lineate.layers.costs.measuring import kept_bytes, operations_of
 from lineate.layers.mamba2 import GroupedGatedNorm
-from lineate.layers.measuring import kept_bytes, operations_of
 from lineate.layers.registry import Sizes
 from lineate.models import FeedConfig, HybridConfig
 

@@ -21,8 +21,8 @@ from lineate.layers import (
 from lineate.layers.formats import StateFormat
 from lineate.layers.trail import trail
 from lineate.models import HybridLM, ModelState
+from lineate.ops.rounding import round_memory
 from lineate.planning import plan_memory, read_model
-from lineate.rounding import round_memory
 
 SIZES = {"heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 12}
 MIXERS = {

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import lineate
 from lineate.layers import kind_of, kinds, register, registry
 from lineate.layers.configs import LatentConfig, LinearConfig
-from lineate.layers.measuring import kept_bytes, operations_of
+from lineate.layers.costs.measuring import kept_bytes, operations_of
 from lineate.layers.registry import ORDER, Sizes
 from lineate.models import preset
 

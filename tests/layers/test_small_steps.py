@@ -9,7 +9,7 @@ from torch import nn
 from lineate.generation import GraphedDecoder
 from lineate.layers import MixtureOfExperts
 from lineate.models import AttentionConfig, ExpertsConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig
-from lineate.small import SmallWeight, quantize
+from lineate.quantised import SmallWeight, quantize
 
 pytestmark = pytest.mark.gpu
 VOCAB = 97

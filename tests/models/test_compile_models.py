@@ -30,7 +30,7 @@ hybrids = pytest.mark.parametrize("pattern", ["GA", "KM"])
 @pytest.fixture(autouse=True)
 def functions_of_torch(monkeypatch):
     """Let element-wise functions run as torch does, as in a graph; a few rows have other last bits without one."""
-    monkeypatch.setattr("lineate.elementwise.MOST", 0)
+    monkeypatch.setattr("lineate.torch_ops.elementwise.MOST", 0)
 
 
 def make(pattern: str) -> HybridLM:

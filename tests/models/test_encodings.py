@@ -48,7 +48,7 @@ from lineate.models.files.checkpoint import Checkpoint, save
 from lineate.models.files.loading import stored_dtype
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.inspect import describe, rows
-from lineate.small.format import FORMATS, decode, to_tiles
+from lineate.quantised.format import FORMATS, decode, to_tiles
 
 ENCODED = "lineate.models.files.encodings.encoded"
 

@@ -19,8 +19,8 @@ from lineate.models.hybrid import empty_model
 from lineate.models.opening import open_checkpoint
 from lineate.models.quantizing import quantize_checkpoint
 from lineate.models.sampling_defaults import SamplingDefaults
-from lineate.small import SmallWeight
-from lineate.small.format import decode, to_tiles
+from lineate.quantised import SmallWeight
+from lineate.quantised.format import decode, to_tiles
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers")

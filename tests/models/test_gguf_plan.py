@@ -14,7 +14,7 @@ from lineate.models.inspect import describe, rows
 from lineate.planning.compute import touched_weights
 from lineate.planning.memory import plan_memory
 from lineate.planning.models import read_model, variants
-from lineate.small import BY_BITS, SmallWeight, shrink
+from lineate.quantised import BY_BITS, SmallWeight, shrink
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers")

@@ -23,7 +23,7 @@ from lineate.models.stepping import step
 from lineate.native import product
 from lineate.native.build import why_not
 from lineate.native.product import MOST_ROWS
-from lineate.small import FORMATS, quantize
+from lineate.quantised import FORMATS, quantize
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason="no C compiler")
 VOCAB = 97

@@ -14,10 +14,10 @@ from ranks import run_ranks
 from torch import Tensor
 
 from lineate.generation import generate
-from lineate.layers.ranks import Ranks
 from lineate.models import HybridLM
 from lineate.models.sharding import model_ranges, sum_shared_gradients
-from lineate.small import FORMATS, SmallWeight
+from lineate.parallel.tensor.ranks import Ranks
+from lineate.quantised import FORMATS, SmallWeight
 
 CHANGES: dict[str, dict[str, Any]] = {
     "kimi_linear": {"num_attention_heads": 4, "num_key_value_heads": 4},

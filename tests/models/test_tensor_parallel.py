@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from lineate.generation import generate
 from lineate.layers import GatedDeltaNet, Memory, TensorSpec
 from lineate.layers.linear import LINEAR_SHARD
-from lineate.layers.ranks import Ranks
 from lineate.layers.registry import MixerKind, letters, register, temporary_rows
-from lineate.layers.shards import Cut, Part, Shard, share_out
 from lineate.models import (
     AttentionConfig,
     ExpertsConfig,
@@ -45,6 +43,8 @@ from lineate.models.sharding import (
     whole_model,
     whole_state,
 )
+from lineate.parallel.tensor.ranks import Ranks
+from lineate.parallel.tensor.shards import Cut, Part, Shard, share_out
 from lineate.training.distributed import World
 
 RANKS = 4

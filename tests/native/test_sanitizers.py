@@ -24,7 +24,7 @@ from lineate.native import build, layers
 from lineate.native.compiler import compile_library, compiler_command
 from lineate.native.product import combine
 from lineate.native.product import product as multiply
-from lineate.small import quantize, rounded_activations
+from lineate.quantised import quantize, rounded_activations
 
 SANITIZE = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
 """The compiler's flags (at -O3 gcc takes minutes)."""

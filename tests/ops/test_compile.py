@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch_calls import CapturedOps, check_ops
 
 import lineate
-from lineate.tracing import constant_in_graphs
+from lineate.torch_ops.tracing import constant_in_graphs
 
 SHAPE = Shape(2, 21, 2, 4, 6, 5)
 

@@ -31,7 +31,7 @@ from decode_cases import KERNEL, PATHS, SHAPE, SMALL, Path, check, inputs_of, ru
 from torch import Tensor, zeros
 from torch_calls import compilations
 
-from lineate.decoding import decode
+from lineate.ops.decoding import decode
 
 
 @pytest.mark.parametrize("path", PATHS)

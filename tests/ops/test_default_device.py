@@ -18,7 +18,7 @@ import lineate
 from lineate.explore.pictures import MODULES, PictureOptions, find
 from lineate.generation import generate
 from lineate.layers.convolution import short_convolution
-from lineate.layers.learning_costs import learning_bytes
+from lineate.layers.costs.learning import learning_bytes
 from lineate.layers.registry import kind_of
 from lineate.layers.registry import letters as all_letters
 from lineate.models import ExpertsConfig, HybridLM

@@ -4,11 +4,11 @@ import pytest
 import torch
 from runs import make_config
 
-from lineate import processor
-from lineate.dtypes import FLOATING, full_name, parse_dtype
 from lineate.planning.memory import plan_training
 from lineate.planning.models import dtype_of, read_model
+from lineate.system import processor
 from lineate.tasks.runner import TrainOptions
+from lineate.torch_ops.dtypes import FLOATING, full_name, parse_dtype
 from lineate.training.prepare import train
 
 

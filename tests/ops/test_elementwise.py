@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lineate.elementwise import MOST, elementwise
+from lineate.torch_ops.elementwise import MOST, elementwise
 
 FUNCTIONS = {"sigmoid": torch.sigmoid, "softplus": F.softplus, "cos": torch.cos, "sin": torch.sin}
 functions = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)

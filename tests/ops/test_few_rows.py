@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lineate import processor
-from lineate.half import has_few_rows, linear
 from lineate.layers.projection import project
 from lineate.native import product as native
 from lineate.native.build import available
+from lineate.native.low_precision_matmul import has_few_rows, linear
+from lineate.system import processor
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C compiler")
 

@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import lineate
-from lineate.flops import Heads
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LatentConfig, LinearConfig
 from lineate.planning import Model, plan_flops
+from lineate.torch_ops.flops import Heads
 
 B, T, H, HV, K, V = SMALL
 

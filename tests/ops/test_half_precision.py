@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lineate
-from lineate import half, processor
 from lineate.layers import GatedDeltaNet, SwiGLU
 from lineate.layers.projection import project
 from lineate.layers.registry import letters as all_letters
@@ -32,8 +31,10 @@ from lineate.models import (
     preset,
 )
 from lineate.models.inspect import describe, rows
+from lineate.native import low_precision_matmul as half
 from lineate.native import product as native
 from lineate.native.build import available
+from lineate.system import processor
 
 LETTERS = all_letters()
 

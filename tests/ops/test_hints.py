@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lineate
-from lineate.hints import OF_OPS
+from lineate.console.hints import OF_OPS
 from lineate.models import preset
 
 Q = torch.ones(1, 4, 1, 2)

@@ -9,7 +9,7 @@ from decode_cases import KERNEL, PATHS, SHAPE, Path, inputs_of, run
 from fresh import run as run_fresh
 from torch import Tensor, zeros
 
-from lineate.decoding import decode
+from lineate.ops.decoding import decode
 from lineate.rule import step
 
 BOTH = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])

@@ -11,7 +11,7 @@ from fresh import run as run_freshly
 from torch import Tensor
 
 import lineate
-from lineate import stability
+from lineate.forms import stability
 
 CORRECTING = [row for row in ROWS if row.corrects]
 TRITON = pytest.param({"form": "auto", "backend": "triton"}, id="triton", marks=[interpreted, pytest.mark.slow])

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import lineate
-from lineate import decoding, dispatch
+from lineate import dispatch
 from lineate.call import Inputs, Request
 from lineate.dispatch import check_and_resolve
+from lineate.ops import decoding
 from lineate.recent import RecentlyUsed
 from lineate.rule import GATED_DELTA
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lineate.registrar import register_op
+from lineate.torch_ops.registrar import register_op
 
 KEPT: list[bool] = []
 

@@ -157,7 +157,8 @@ def test_a_record_without_gradients_says_so_when_they_are_wanted(record: Any, pa
 @needs_native
 def test_recording_leaves_nothing_behind() -> None:
     """A trace's sizes are tensors, which must not be remembered as a call that needs no further checks."""
-    from lineate import decoding, dispatch
+    from lineate import dispatch
+    from lineate.ops import decoding
 
     known = len(dispatch.KNOWN), len(decoding.KNOWN)
     trace(as_call(KIMI_DELTA), *example(KIMI_DELTA, 23))

@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lineate.call import Inputs, Options
-from lineate.chunk_op import empty_outputs
 from lineate.forms.chunkwise import run_forward
 from lineate.layers import lact, least_squares, titans, ttt
 from lineate.models import (
@@ -48,6 +47,7 @@ from lineate.planning import (
 )
 from lineate.planning.compute import rule_flops
 from lineate.planning.hardware import bound, training_bound
+from lineate.torch_ops.chunk_op import empty_outputs
 from lineate.training.optim import make_optimizer
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"

@@ -14,9 +14,6 @@ from ranks import run_ranks
 from segments import received_bytes
 from torch import Tensor
 
-from lineate.layers import balance
-from lineate.layers.balance import even_parts, plan_moves
-from lineate.layers.ranks import Ranks
 from lineate.models import (
     AttentionConfig,
     ExpertsConfig,
@@ -30,6 +27,9 @@ from lineate.models import (
 )
 from lineate.models.nbytes import weight_bytes
 from lineate.models.sharding import rank_config, share_out_model, sum_shared_gradients
+from lineate.parallel.context import balance
+from lineate.parallel.context.balance import even_parts, plan_moves
+from lineate.parallel.tensor.ranks import Ranks
 from lineate.planning import (
     HARDWARE,
     Model,
@@ -47,7 +47,7 @@ from lineate.planning import (
     training_received,
     variants,
 )
-from lineate.small.which import small_parameters
+from lineate.quantised.which import small_parameters
 from lineate.training.context import context_parallel
 from lineate.training.optim import make_optimizer
 

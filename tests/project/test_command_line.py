@@ -12,7 +12,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from lineate.cli import build_app
-from lineate.names import user_path
+from lineate.console.names import user_path
 from lineate.training.config import TrainConfig
 
 

@@ -17,7 +17,7 @@ import lineate
 import lineate.generation
 import lineate.planning
 from lineate.cli import build_app
-from lineate.extras import EXTRAS
+from lineate.console.extras import EXTRAS
 
 GROUP = get_command(build_app())
 COMMANDS = sorted(GROUP.commands)

@@ -9,7 +9,7 @@ import torch
 from bench.models import loading
 from lineate.models import HybridLM
 from lineate.models.families.gguf import open_gguf
-from lineate.small import SmallWeight
+from lineate.quantised import SmallWeight
 
 SIZES = loading.Sizes(hidden=128, layers=4)
 

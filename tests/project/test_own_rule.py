@@ -16,7 +16,6 @@ from few import few
 from runs import assert_same_bits, everything, make_config
 from torch import Tensor, nn
 
-from lineate.flops import Heads
 from lineate.layers import (
     GatedLinearAttention,
     Memory,
@@ -31,6 +30,7 @@ from lineate.layers import (
 from lineate.models import FeedConfig, HybridConfig, HybridLM, LinearConfig
 from lineate.planning import decode_bytes, plan_flops, plan_memory, plan_training, read_model
 from lineate.tasks.model import parse_rule
+from lineate.torch_ops.flops import Heads
 from lineate.training.prepare import prepare, train
 from lineate.training.report import read_metrics
 

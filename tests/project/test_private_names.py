@@ -150,14 +150,14 @@ PRIVATE, METHOD = "_multiplies", "_mix"  # in lineate/processor.py, and of Mixtu
 @pytest.mark.parametrize(
     ("program", "uses"),
     [
-        (f"from lineate.processor import {PRIVATE}", 1),
+        (f"from lineate.system.processor import {PRIVATE}", 1),
         ("from lineate._hidden import name", 1),
         ("import lineate._hidden", 1),
         (f"from lineate import processor\nprocessor.{PRIVATE}.cache_clear()", 1),
         (f"from lineate import processor\nprocessor.{PRIVATE} = None", 1),
         (f"layer = make()\nlayer.to(device).{METHOD}(1)", 1),
         (f"from lineate import processor\nmonkeypatch.setattr(processor, '{PRIVATE}', 1)", 1),
-        (f"monkeypatch.setattr('lineate.processor.{PRIVATE}', 1)", 1),
+        (f"monkeypatch.setattr('lineate.system.processor.{PRIVATE}', 1)", 1),
         (f"getattr(layer, '{METHOD}')", 1),
         (f"run('''\nfrom lineate import processor\nprocessor.{PRIVATE}\n''')", 1),
         (f"run(f'''\nfrom lineate import processor\nprint({{3}}, processor.{PRIVATE})\n''')", 1),

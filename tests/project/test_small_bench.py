@@ -12,7 +12,7 @@ from bench.models.small_sides import LLAMA, OURS, THEIRS, TORCHAO, Opener, Ran, 
 from bench.serving.gguf_writer import TYPES, is_matrix, tensors, write_gguf
 from lineate.models import HybridLM
 from lineate.models.presets import tiny
-from lineate.small import SmallWeight
+from lineate.quantised import SmallWeight
 
 SHAPE = Shape(layers=4, hidden=128)
 

@@ -22,13 +22,14 @@ MOST_PARAMETERS = 10
 # as rule.py or checks.py, are at the bottom, beside the backends.
 LEVELS = (
     ("cli",),
-    ("serving", "integrations", "explore", "tasks", "planning", "training", "learn", "recognise"),
-    ("generation", "figures"),
+    ("serving",),
+    ("explore", "tasks", "planning", "training", "learn", "recognise"),
+    ("web", "integrations", "generation", "figures"),
     ("text",),
     ("models",),
     ("layers",),
-    ("memory",),
-    ("__init__", "ops", "decode", "decoding", "fused"),
+    ("parallel", "memory", "quantised"),
+    ("__init__", "ops"),
     ("dispatch",),
 )
 # Neighbours that do not import each other: (importer, imported).

@@ -15,10 +15,10 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
 from lineate.cli import build_app
+from lineate.console.terminal import DOT, console, printable
 from lineate.models import HybridLM, preset
 from lineate.models.files.checkpoint import save
 from lineate.models.files.safetensors import CheckpointError
-from lineate.terminal import DOT, console, printable
 from lineate.text.tokenizer import Bytes
 from lineate.training.config import TrainConfig
 from lineate.training.report import RunReporter

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lineate
-from lineate.waiting import SPINS, spin_briefly
+from lineate.system.waiting import SPINS, spin_briefly
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from kept_states import same
 from serving_models import PATTERNS, SPACING, alone, model, prompt
 
 from lineate.generation.choice import Sampling
-from lineate.serving.answers import MOST_ANSWERS, Answer
-from lineate.serving.cache import StateCache
-from lineate.serving.engine import Engine
-from lineate.serving.planning import Need, Plan, Shape
-from lineate.serving.reading import Reading
-from lineate.serving.requests import Handle, Request
+from lineate.serving.cache.cache import StateCache
+from lineate.serving.engine.answers import MOST_ANSWERS, Answer
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.planning import Need, Plan, Shape
+from lineate.serving.engine.reading import Reading
+from lineate.serving.engine.requests import Handle, Request
 
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
 QUESTION = prompt(100, seed=5)

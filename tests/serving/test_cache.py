@@ -12,7 +12,7 @@ from small_models import random_model
 from lineate.layers import TokenCache
 from lineate.layers.registry import kinds
 from lineate.models import HybridLM, ModelState, preset
-from lineate.serving.cache import StateCache
+from lineate.serving.cache.cache import StateCache
 
 LETTERS = [kind.letter for kind in kinds() if kind.built_in]
 

@@ -17,8 +17,8 @@ from small_models import random_model
 from lineate.layers.registry import kinds
 from lineate.models import preset
 from lineate.models.files.safetensors import Reader, read_header, write_tensors
-from lineate.serving.cache import StateCache
-from lineate.serving.identity import identity_of
+from lineate.serving.cache.cache import StateCache
+from lineate.serving.cache.identity import identity_of
 
 IDS = list(range(20))
 
@@ -229,7 +229,7 @@ KILLED = """
 import sys, torch
 from lineate.layers import Memory, TokenCache
 from lineate.models import ModelState
-from lineate.serving.cache import StateCache
+from lineate.serving.cache.cache import StateCache
 cache = StateCache(3000, 4, sys.argv[1], "a model")
 n = 0
 while True:

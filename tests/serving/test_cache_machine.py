@@ -18,7 +18,7 @@ from kept_states import held, same
 
 from lineate.layers import Memory, TokenCache
 from lineate.models import ModelState
-from lineate.serving.cache import StateCache
+from lineate.serving.cache.cache import StateCache
 
 SPACING = 4
 TOKENS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=4)

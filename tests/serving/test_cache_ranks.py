@@ -9,10 +9,10 @@ import torch
 from kept_states import hybrid_state, linear_state, same
 from linked import Linked, on_all
 
-from lineate.serving import spill
-from lineate.serving.blocks import Tensors
-from lineate.serving.cache import StateCache
-from lineate.serving.peers import LinkedPeers
+from lineate.serving.cache import spill
+from lineate.serving.cache.blocks import Tensors
+from lineate.serving.cache.cache import StateCache
+from lineate.serving.cache.peers import LinkedPeers
 
 SPACING = 4
 IDS = tuple(range(80))

@@ -20,12 +20,12 @@ from small_models import random_model
 from lineate.generation.choice import Sampling
 from lineate.models import preset
 from lineate.serving.api import foreign
-from lineate.serving.api.fields import Fields
 from lineate.serving.api.lanes import SHORT_ENTRIES
 from lineate.serving.app import Settings, describe
-from lineate.serving.cache import StateCache
-from lineate.serving.engine import Engine
-from lineate.serving.requests import Request
+from lineate.serving.cache.cache import StateCache
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.requests import Request
+from lineate.web.fields import Fields
 
 MODEL, CONTEXT, SLOTS, SPACING = "tiny-chat", 1024, 3, 64
 HELLO = [{"role": "user", "content": "Hello, who are you?"}]

@@ -15,7 +15,7 @@ from live_server import WAIT, ScriptedEngine, live
 
 from lineate.serving.api.service import Description
 from lineate.serving.app import Settings
-from lineate.serving.limits import Limits
+from lineate.web.limits import Limits
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"

@@ -13,8 +13,8 @@ from torch import Tensor
 from lineate.generation import Sampling
 from lineate.layers.registry import letters
 from lineate.serving.drafting import Drafter, DraftModel, DraftRow, PromptLookup, verify
+from lineate.serving.drafting.predicting import PredictionDrafter
 from lineate.serving.drafting.stepwise import taken_back
-from lineate.serving.predicting import PredictionDrafter
 
 VOCAB = 61
 PATTERNS = {letter: odd(letter) for letter in letters()} | {

@@ -8,10 +8,10 @@ from few import few
 from serving_models import PATTERNS, SPACING, VOCAB, Counting, alone, model, prompt
 
 from lineate.generation.choice import Sampling, log_probabilities
-from lineate.serving.cache import StateCache
-from lineate.serving.engine import Engine
-from lineate.serving.reading import Reading
-from lineate.serving.requests import EngineStopped, Handle, QueueFull, Request, TooLong
+from lineate.serving.cache.cache import StateCache
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.reading import Reading
+from lineate.serving.engine.requests import EngineStopped, Handle, QueueFull, Request, TooLong
 
 patterns = pytest.mark.parametrize("pattern", PATTERNS)
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)

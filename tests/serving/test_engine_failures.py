@@ -8,9 +8,9 @@ from serving_models import SPACING, VOCAB, alone, model, prompt
 from torch import Tensor, nn
 
 from lineate.generation.choice import Sampling
-from lineate.serving.cache import StateCache
-from lineate.serving.engine import Engine
-from lineate.serving.requests import EngineStopped, Event, Handle, Request
+from lineate.serving.cache.cache import StateCache
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.requests import EngineStopped, Event, Handle, Request
 
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
 

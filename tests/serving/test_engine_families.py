@@ -8,10 +8,10 @@ from serving_models import SPACING
 
 from lineate.generation.choice import Sampling
 from lineate.models import HybridLM
-from lineate.serving.cache import StateCache
+from lineate.serving.cache.cache import StateCache
 from lineate.serving.drafting import PromptLookup
-from lineate.serving.engine import Engine
-from lineate.serving.requests import Request
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.requests import Request
 
 pytest.importorskip("transformers")
 

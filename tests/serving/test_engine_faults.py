@@ -8,10 +8,10 @@ from serving_models import SPACING, alone, model, prompt
 
 from lineate.generation import in_place
 from lineate.generation.choice import Sampling, choose_tokens
-from lineate.serving.cache import StateCache
-from lineate.serving.engine import Engine
-from lineate.serving.pool import Pool
-from lineate.serving.requests import Request
+from lineate.serving.cache.cache import StateCache
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.pool import Pool
+from lineate.serving.engine.requests import Request
 
 GREEDY = Sampling(temperature=0)
 

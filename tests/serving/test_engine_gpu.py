@@ -12,11 +12,11 @@ from serving_models import PATTERNS, SPACING, VOCAB, model, prompt
 from lineate.generation import in_place
 from lineate.generation.choice import Draws, Sampling, adjusted, choose_tokens
 from lineate.models import HybridLM
-from lineate.serving.cache import StateCache
+from lineate.serving.cache.cache import StateCache
 from lineate.serving.drafting import PromptLookup
-from lineate.serving.engine import Engine
-from lineate.serving.pool import Pool
-from lineate.serving.requests import Event, Handle, Request
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.pool import Pool
+from lineate.serving.engine.requests import Event, Handle, Request
 
 pytestmark = pytest.mark.gpu
 patterns = pytest.mark.parametrize("pattern", PATTERNS)

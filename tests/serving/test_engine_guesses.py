@@ -9,10 +9,10 @@ from few import few
 from serving_models import PATTERNS, SPACING, VOCAB, Counting, alone, model, prompt
 
 from lineate.generation.choice import Sampling
-from lineate.serving.cache import StateCache
+from lineate.serving.cache.cache import StateCache
 from lineate.serving.drafting import DraftModel, DraftRow, PromptLookup
-from lineate.serving.engine import Engine
-from lineate.serving.requests import Handle, Request
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.requests import Handle, Request
 
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
 

@@ -20,11 +20,11 @@ from hypothesis.stateful import (
 from serving_models import SMALL, SPACING, VOCAB, alone, model, prompt
 
 from lineate.generation.choice import Sampling
-from lineate.serving.cache import StateCache
+from lineate.serving.cache.cache import StateCache
 from lineate.serving.drafting import DraftRow, PromptLookup
-from lineate.serving.engine import Engine
-from lineate.serving.planning import Need, Plan, Shape
-from lineate.serving.requests import Handle, Request
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.planning import Need, Plan, Shape
+from lineate.serving.engine.requests import Handle, Request
 
 MOST, CONTEXT = 8, 256
 BASE = prompt(160, seed=1)

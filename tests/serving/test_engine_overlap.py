@@ -9,11 +9,11 @@ from few import few
 from serving_models import PATTERNS, SPACING, Counting, alone, model, prompt
 
 from lineate.generation.choice import Sampling
-from lineate.serving.cache import StateCache
-from lineate.serving.continuation import NextTokens
+from lineate.serving.cache.cache import StateCache
 from lineate.serving.drafting import PromptLookup
-from lineate.serving.engine import Engine
-from lineate.serving.requests import Event, Handle, Request
+from lineate.serving.engine.continuation import NextTokens
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.requests import Event, Handle, Request
 
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
 FILTERED = Sampling(temperature=1.2, top_p=0.9, seed=5)

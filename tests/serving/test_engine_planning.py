@@ -6,13 +6,13 @@ from few import few
 from serving_models import PATTERNS, SPACING, VOCAB, alone, model, prompt
 
 from lineate.generation.choice import Sampling
-from lineate.serving.cache import StateCache
+from lineate.serving.cache.cache import StateCache
 from lineate.serving.drafting import DraftModel
-from lineate.serving.engine import Engine
-from lineate.serving.planning import Need, Plan, Shape
-from lineate.serving.pool import Pool
-from lineate.serving.reading import Reading
-from lineate.serving.requests import Request, TooLong
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.planning import Need, Plan, Shape
+from lineate.serving.engine.pool import Pool
+from lineate.serving.engine.reading import Reading
+from lineate.serving.engine.requests import Request, TooLong
 
 patterns = pytest.mark.parametrize("pattern", PATTERNS)
 DRAWN = Sampling(temperature=1.5, seed=3)

@@ -17,11 +17,11 @@ from serving_models import PATTERNS, SPACING
 from lineate.generation.choice import Sampling
 from lineate.layers import registry
 from lineate.models import HybridLM
-from lineate.serving.cache import StateCache
+from lineate.serving.cache.cache import StateCache
+from lineate.serving.cache.identity import identity_of
 from lineate.serving.drafting import PromptLookup
-from lineate.serving.engine import Engine
-from lineate.serving.identity import identity_of
-from lineate.serving.requests import Completion, Handle, Request
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.requests import Completion, Handle, Request
 
 FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "olmo_hybrid")
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)

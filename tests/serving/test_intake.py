@@ -9,10 +9,10 @@ pytest.importorskip("fastapi")
 
 from starlette.requests import Request
 
-from lineate.serving.api.errors import ApiError
-from lineate.serving.api.intake import FREE_BYTES, Intake
-from lineate.serving.api.responses import read_body
-from lineate.serving.limits import Limits
+from lineate.web.errors import ApiError
+from lineate.web.intake import FREE_BYTES, Intake
+from lineate.web.limits import Limits
+from lineate.web.responses import read_body
 
 MIB = 2**20
 

@@ -12,16 +12,16 @@ from serving_models import CONFIG, SPACING, Counting, alone, model, prompt
 from small_models import random_model
 
 from lineate.generation.choice import Sampling
-from lineate.generation.link import JobEnded
-from lineate.layers.ranks import Ranks
 from lineate.models.sharding import share_out_model
-from lineate.serving.cache import StateCache
+from lineate.parallel.job.link import JobEnded
+from lineate.parallel.tensor.ranks import Ranks
+from lineate.serving.cache.cache import StateCache
+from lineate.serving.cache.peers import LinkedPeers
 from lineate.serving.drafting import PromptLookup
-from lineate.serving.engine import Engine
-from lineate.serving.lockstep import Lockstep, plain_request, read_request
-from lineate.serving.peers import LinkedPeers
-from lineate.serving.predicting import PredictionDrafter
-from lineate.serving.requests import EngineStopped, Event, Handle, QueueFull, Request
+from lineate.serving.drafting.predicting import PredictionDrafter
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.lockstep import Lockstep, plain_request, read_request
+from lineate.serving.engine.requests import EngineStopped, Event, Handle, QueueFull, Request
 
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
 
@@ -206,7 +206,7 @@ def test_a_listener_that_fails_is_cancelled_on_all_ranks(caplog):
 @pytest.fixture
 def no_grace(monkeypatch):
     """Do not wait for news of another rank before a failure is reported."""
-    monkeypatch.setattr("lineate.generation.link.GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("lineate.parallel.job.link.GRACE_SECONDS", 0.05)
 
 
 def broken(*_: object) -> None:

@@ -10,10 +10,10 @@ pytest.importorskip("prometheus_client")
 from kept_states import linear_state
 from prometheus_client.parser import text_string_to_metric_families
 
-from lineate.serving.cache import StateCache
-from lineate.serving.engine import EngineStats
-from lineate.serving.kept import CacheStats
-from lineate.serving.metrics import COUNTED, Metrics
+from lineate.serving.cache.cache import StateCache
+from lineate.serving.cache.kept import CacheStats
+from lineate.serving.engine.engine import EngineStats
+from lineate.web.metrics import COUNTED, Metrics
 
 GAUGES = {
     "engine": {"waiting", "reading", "running", "waiting_answers", "pool_bytes"},

@@ -14,13 +14,13 @@ from lineate.generation.choice import Sampling, choose_tokens
 from lineate.layers import Memory
 from lineate.layers.formats import StateFormat
 from lineate.models import HybridLM, ModelState
-from lineate.serving.cache import StateCache
+from lineate.serving.cache.cache import StateCache
 from lineate.serving.drafting import DraftRow
-from lineate.serving.engine import Engine
-from lineate.serving.planning import Need, Plan, Shape
-from lineate.serving.pool import Pool
-from lineate.serving.reading import Reading
-from lineate.serving.requests import Handle, Request
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.planning import Need, Plan, Shape
+from lineate.serving.engine.pool import Pool
+from lineate.serving.engine.reading import Reading
+from lineate.serving.engine.requests import Handle, Request
 
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
 ROUNDINGS = ("nearest", "stochastic")

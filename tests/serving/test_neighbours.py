@@ -8,7 +8,7 @@ import pytest
 import torch
 from kept_states import held, hybrid_state, longer, same
 
-from lineate.serving.cache import StateCache
+from lineate.serving.cache.cache import StateCache
 
 IDS = list(range(20))
 
@@ -24,7 +24,7 @@ def shares(folder):
 @pytest.fixture(autouse=True)
 def look_always(monkeypatch):
     """Let every search look at the folder, so that no test waits."""
-    monkeypatch.setattr("lineate.serving.neighbours.SECONDS", 0.0)
+    monkeypatch.setattr("lineate.serving.cache.neighbours.SECONDS", 0.0)
 
 
 def test_what_one_process_wrote_another_finds(tmp_path):
@@ -137,7 +137,7 @@ def test_the_share_of_a_process_that_was_killed(tmp_path):
 import os, signal, sys, torch
 sys.path.insert(0, "tests/support")
 from kept_states import hybrid_state
-from lineate.serving.cache import StateCache
+from lineate.serving.cache.cache import StateCache
 torch.manual_seed(0)
 state = hybrid_state(8)
 cache = StateCache(state.nbytes, 4, sys.argv[1], "a model", shared=True)

@@ -18,8 +18,8 @@ from small_models import random_model
 
 from lineate.models import preset
 from lineate.serving.app import describe
-from lineate.serving.cache import StateCache
-from lineate.serving.engine import Engine
+from lineate.serving.cache.cache import StateCache
+from lineate.serving.engine.engine import Engine
 
 MODEL, CONTEXT, SLOTS = "tiny-chat", 2048, 4
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello, who are you?"}]

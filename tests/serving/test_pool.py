@@ -6,7 +6,7 @@ from serving_models import PATTERNS, VOCAB, model, prompt
 
 from lineate.layers import TokenCache
 from lineate.models import HybridLM, ModelState
-from lineate.serving.pool import Pool
+from lineate.serving.engine.pool import Pool
 
 patterns = pytest.mark.parametrize("pattern", PATTERNS)
 

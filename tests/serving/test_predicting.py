@@ -8,7 +8,7 @@ from speculation import GREEDY, OPTIONS, make, plain, prompts, speculate
 from lineate.generation import Sampling, choose_tokens
 from lineate.models import HybridLM
 from lineate.serving.drafting import DraftRow
-from lineate.serving.predicting import PredictionDrafter
+from lineate.serving.drafting.predicting import PredictionDrafter
 
 CONFIGS = {
     "GGGA": odd("GGGA", prediction=True, zero_centred_norm=True),

@@ -13,10 +13,10 @@ from small_models import random_model
 
 from lineate.generation.choice import Sampling
 from lineate.models import HybridConfig, HybridLM
-from lineate.serving.cache import StateCache
-from lineate.serving.engine import Engine
-from lineate.serving.identity import identity_of
-from lineate.serving.requests import Completion, Event, Request
+from lineate.serving.cache.cache import StateCache
+from lineate.serving.cache.identity import identity_of
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.requests import Completion, Event, Request
 from lineate.text import Bytes, Tokenizer, load_tokenizer
 
 SPACING, LONG = 256, 4096

@@ -8,7 +8,6 @@ from few import few
 from serving_models import CONFIG, EXPERTS, VOCAB, prompt
 from small_models import random_model
 
-from lineate import processor
 from lineate.models import (
     AttentionConfig,
     FeedConfig,
@@ -19,8 +18,9 @@ from lineate.models import (
     MemoryConfig,
 )
 from lineate.native.build import available
-from lineate.serving.pool import Pool
-from lineate.small.which import shrink, small_parameters
+from lineate.quantised.which import shrink, small_parameters
+from lineate.serving.engine.pool import Pool
+from lineate.system import processor
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C compiler")
 MOST, CAPACITY, STEPS = 16, 384, 4

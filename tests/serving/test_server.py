@@ -24,10 +24,10 @@ from lineate.models import preset
 from lineate.serving.api.service import Description
 from lineate.serving.api.tools import AnswerParser
 from lineate.serving.app import Settings, describe
-from lineate.serving.cache import StateCache
-from lineate.serving.engine import Engine
-from lineate.serving.limits import Limits
+from lineate.serving.cache.cache import StateCache
+from lineate.serving.engine.engine import Engine
 from lineate.text.tokenizer import Bytes
+from lineate.web.limits import Limits
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]

@@ -17,7 +17,7 @@ from live_server import ScriptedEngine, live
 
 from lineate.serving.api.service import Description
 from lineate.serving.app import Settings
-from lineate.serving.limits import Limits
+from lineate.web.limits import Limits
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]

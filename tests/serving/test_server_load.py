@@ -13,8 +13,8 @@ import torch
 
 from bench.serving.load import find_leaks, measure, run, show
 from lineate.models import HybridLM, preset
-from lineate.serving.cache import StateCache
-from lineate.serving.engine import Engine
+from lineate.serving.cache.cache import StateCache
+from lineate.serving.engine.engine import Engine
 from lineate.text.tokenizer import Bytes
 
 OPTIONS = {

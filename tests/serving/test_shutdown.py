@@ -19,9 +19,9 @@ from small_models import random_model
 
 from lineate.models import preset
 from lineate.serving.app import Settings, describe
-from lineate.serving.engine import Engine
-from lineate.serving.limits import Limits
-from lineate.serving.requests import Request
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.requests import Request
+from lineate.web.limits import Limits
 
 CONTEXT, SLOTS = 100_000, 2
 ENDLESS = {"model": "tiny", "max_tokens": 90_000, "extra_body": {"ignore_eos": True}}

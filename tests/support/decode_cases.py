@@ -5,7 +5,7 @@ import torch
 from cases import Inputs, Result, Row, Shape, assert_within, budget, convert, draw, errors, interpreted, oracle
 from torch import Tensor, zeros
 
-from lineate.decoding import decode
+from lineate.ops.decoding import decode
 
 # (device, backend)
 TORCH = pytest.param(("cpu", "torch"), id="torch")

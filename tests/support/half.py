@@ -13,7 +13,7 @@ import torch
 from cases import Inputs, Result, errors, weights
 from torch import Tensor
 
-from lineate.fused import activate
+from lineate.ops.raw_gates import activate
 from lineate.rule import normalize
 
 CHUNK = 64

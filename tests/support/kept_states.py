@@ -4,7 +4,7 @@ import torch
 
 from lineate.layers import Memory, TokenCache
 from lineate.models import ModelState
-from lineate.serving.cache import StateCache
+from lineate.serving.cache.cache import StateCache
 
 
 def same(x: ModelState, y: ModelState) -> bool:

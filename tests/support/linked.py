@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lineate.generation.link import Link
+from lineate.parallel.job.link import Link
 
 
 class Linked:

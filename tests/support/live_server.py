@@ -13,7 +13,7 @@ import uvicorn
 from lineate.serving.api.service import Description
 from lineate.serving.app import Settings, make_app
 from lineate.serving.draining import DrainingServer
-from lineate.serving.requests import EngineStopped, Event, Handle, QueueFull, Request
+from lineate.serving.engine.requests import EngineStopped, Event, Handle, QueueFull, Request
 
 WAIT = 60.0
 """Seconds until a test gives up waiting."""

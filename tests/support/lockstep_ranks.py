@@ -21,15 +21,15 @@ import serving_models
 import torch
 import torch.distributed as dist
 
-from lineate.generation.link import Link, connect
-from lineate.layers.ranks import Ranks
 from lineate.models import HybridLM
 from lineate.models.sharding import share_out_model
-from lineate.processes import find_place, fresh_store
-from lineate.serving.cache import StateCache
-from lineate.serving.engine import Engine
-from lineate.serving.lockstep import Lockstep
-from lineate.serving.peers import LinkedPeers
+from lineate.parallel.job.link import Link, connect
+from lineate.parallel.job.processes import find_place, fresh_store
+from lineate.parallel.tensor.ranks import Ranks
+from lineate.serving.cache.cache import StateCache
+from lineate.serving.cache.peers import LinkedPeers
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.lockstep import Lockstep
 
 TIMEOUT = timedelta(seconds=60)
 """How long a rank waits for a call of the model that the others do not make."""

@@ -13,14 +13,14 @@ from torch import Tensor
 
 import lineate
 from lineate.call import Inputs
-from lineate.decoding import decode as run_decode
 from lineate.kernels import launching, pipeline
 from lineate.kernels.layers import cached, ops, products, small_products, token
 from lineate.kernels.memories.lact_features import features
 from lineate.memory.lact import lact, lact_state
 from lineate.memory.titans.op import titans, titans_state
 from lineate.memory.ttt import ttt
-from lineate.small.format import FORMATS
+from lineate.ops.decoding import decode as run_decode
+from lineate.quantised.format import FORMATS
 
 SIZES = {
     "128": (2, 300, 4, 4, 128, 128),

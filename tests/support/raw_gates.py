@@ -23,7 +23,7 @@ from rule_kernels import CHUNK, assert_like_the_inputs, differentiate, loss_of, 
 from torch import Tensor
 
 import lineate
-from lineate.fused import activate
+from lineate.ops.raw_gates import activate
 
 FUSED_ROWS = [GATED_DELTA, KIMI_DELTA]
 

@@ -38,8 +38,6 @@ from lineate.layers import (
     Mamba2,
     Memory,
     TokenCache,
-    carry,
-    context,
 )
 from lineate.models import (
     AttentionConfig,
@@ -52,6 +50,8 @@ from lineate.models import (
     MambaConfig,
     ModelState,
 )
+from lineate.parallel.context import carry
+from lineate.parallel.context import segments as context
 from lineate.training.context import context_parallel
 
 RANKS = 4

@@ -18,8 +18,8 @@ from lineate.models import (
     MambaConfig,
     MemoryConfig,
 )
-from lineate.serving.engine import Engine
-from lineate.serving.requests import Request
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.requests import Request
 
 VOCAB, SPACING = 61, 64
 CONFIG = HybridConfig(

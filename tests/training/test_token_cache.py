@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from token_stores import END, TEXTS, make_store, view_of
 
-from lineate import folders
+from lineate.system import folders
 from lineate.text import tokenizer
 from lineate.text.tokenizer import make_tokenizer
 from lineate.training import tokens

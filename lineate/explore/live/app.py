@@ -9,10 +9,8 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.staticfiles import StaticFiles
 
 import lineate
-from lineate import serving
 from lineate.explore.live import learning_view, lessons_view, memory_view, model_view, plan_view
 from lineate.explore.live.models import MOST_TOKENS, Models
 from lineate.explore.memories import DEMO_RULES
@@ -21,18 +19,16 @@ from lineate.layers import kinds
 from lineate.models.presets import PRESETS
 from lineate.planning import HARDWARE
 from lineate.rule import rule_named
-from lineate.serving.api.errors import ApiError
-from lineate.serving.api.fields import Fields, parse
-from lineate.serving.api.responses import answer, answer_api_error, answer_http_error, read_body
-from lineate.serving.gate import Gate, Traffic
-from lineate.serving.limits import Limits
-from lineate.serving.metrics import Metrics
+from lineate.web.errors import ApiError
+from lineate.web.fields import Fields, parse
+from lineate.web.gate import Gate, Traffic
+from lineate.web.limits import Limits
+from lineate.web.metrics import Metrics
+from lineate.web.pages import PageFiles
+from lineate.web.responses import answer, answer_api_error, answer_http_error, read_body
 
 PAGE = Path(__file__).with_name("page")
 """The files of the page, served at /."""
-SHARED = Path(serving.__file__).with_name("page")
-"""The chat page, of which this one uses some files."""
-SHARED_FILES = ("base.css", "dom.js", "growing.js", "icon.svg", "markdown.js")
 LIMITS = Limits(body_bytes=64 * 2**10, requests=16)
 """The longest list of steps has a quarter of these bytes."""
 REMEDY = "lineate explore --allow-host NAME"
@@ -61,7 +57,7 @@ def make_views(models: Models) -> FastAPI:
         models: The models of the view "Model".
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, title="lineate explore")
-    about, files, shared = describe(models), StaticFiles(directory=PAGE), StaticFiles(directory=SHARED)
+    about, files = describe(models), PageFiles(PAGE)
 
     @app.get("/api/about")
     async def what_there_is() -> Response:
@@ -76,7 +72,7 @@ def make_views(models: Models) -> FastAPI:
 
     @app.get("/{name}")
     async def file_of_page(request: Request, name: str) -> Response:
-        return await (shared if name in SHARED_FILES else files).get_response(name, request.scope)
+        return await files.get_response(name, request.scope)
 
     app.add_exception_handler(ApiError, answer_api_error)
     app.add_exception_handler(HTTPException, _http_error)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lineate.extras import missing_module, not_installed
-from lineate.names import named_path, user_path
-from lineate.options import add_command, argument, option, parameters, sign
-from lineate.serving.command import allowed_hosts, is_local, listen
-from lineate.terminal import fail, printable
+from lineate.console.extras import missing_module, not_installed
+from lineate.console.names import named_path, user_path
+from lineate.console.options import add_command, argument, option, parameters, sign
+from lineate.console.terminal import fail, printable
+from lineate.web.listening import allowed_hosts, is_local, listen
 
 if TYPE_CHECKING:
     import typer
@@ -77,7 +77,7 @@ def _prepare(asked: ExploreArguments) -> "uvicorn.Server":
     import uvicorn
 
     from lineate.explore.live.app import LIMITS, make_app
-    from lineate.serving.connections import connections
+    from lineate.web.connections import connections
 
     models = _models(asked, is_local(asked.host))
     more = tuple(name.strip() for name in (asked.allow_host or "").split(",") if name.strip())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from lineate.explore.live.app import PAGE, SHARED, SHARED_FILES, VIEWS, describe
+from lineate.explore.live.app import PAGE, VIEWS, describe
 from lineate.explore.live.changes import GATES
 from lineate.explore.live.examples import MEMORIES, Body, memory_link
 from lineate.explore.live.learning_view import LEARNERS, TASKS
@@ -23,7 +23,8 @@ from lineate.explore.live.models import Models, OpenModel
 from lineate.explore.memories import DEMO_RULES
 from lineate.figures import label_of
 from lineate.models.presets import PRESETS
-from lineate.serving.api.fields import Fields
+from lineate.web.fields import Fields
+from lineate.web.pages import page_files
 
 TEXT = "for value in values:"
 """What the model of a copy has read."""
@@ -85,7 +86,7 @@ def export(folder: Path, models: Models) -> tuple[int, int]:
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(json.dumps(value, separators=(",", ":")), encoding="utf-8")
-    for source in (*sorted(PAGE.iterdir()), *(SHARED / name for name in SHARED_FILES)):
+    for source in page_files(PAGE):
         shutil.copyfile(source, folder / source.name)
     files = [path for path in folder.rglob("*") if path.is_file()]
     return len(files), sum(path.stat().st_size for path in files)

@@ -26,9 +26,9 @@ from lineate.layers.ttt import TTT_LINEAR_KIND, TTT_MLP_KIND
 from lineate.memory import MATRIX, MEMORY_RULES, MemoryRule, run_head
 from lineate.memory.parts import NamedWeights
 from lineate.memory.reference import initial_state
-from lineate.serving.api.errors import invalid
-from lineate.serving.api.fields import Fields
-from lineate.tracing import cpu_by_default
+from lineate.torch_ops.tracing import cpu_by_default
+from lineate.web.errors import invalid
+from lineate.web.fields import Fields
 
 ADAM = "adam"
 OPTIMISERS = ("sgd", "momentum", "positioned sgd", "muon", "least squares", ADAM)

@@ -17,8 +17,8 @@ from lineate.learn.lesson import Finding, Lesson, Outcome, run, save_picture
 from lineate.learn.lessons import MODULES, all_lessons, lesson_at
 from lineate.learn.references import cited
 from lineate.learn.show import citing, file_name, without_pages
-from lineate.serving.api.fields import Fields
-from lineate.tracing import cpu_by_default
+from lineate.torch_ops.tracing import cpu_by_default
+from lineate.web.fields import Fields
 
 NUMBERS = tuple(range(1, len(MODULES) + 1))
 """The numbers of all lessons."""

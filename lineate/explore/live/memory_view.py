@@ -22,9 +22,9 @@ import lineate
 from lineate.explore.memories import DEMO_RULES
 from lineate.figures import kind_named
 from lineate.rule import Rule, read, rule_named
-from lineate.serving.api.errors import invalid
-from lineate.serving.api.fields import Fields, shown
-from lineate.tracing import cpu_by_default
+from lineate.torch_ops.tracing import cpu_by_default
+from lineate.web.errors import invalid
+from lineate.web.fields import Fields, shown
 
 MOST_STEPS = 64
 """Steps of a list."""

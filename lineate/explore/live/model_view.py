@@ -18,9 +18,9 @@ from lineate.explore.live.models import Models, OpenModel, Reading
 from lineate.explore.memories import DEMO_RULES
 from lineate.figures import label_of
 from lineate.layers import LinearMixer, kind_of
-from lineate.serving.api.errors import invalid
-from lineate.serving.api.fields import Fields
-from lineate.tracing import cpu_by_default
+from lineate.torch_ops.tracing import cpu_by_default
+from lineate.web.errors import invalid
+from lineate.web.fields import Fields
 
 MOST_CHARACTERS = 4096
 MOST_CELLS = 64

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lineate.console.names import user_path
 from lineate.explore.live.changes import Change, Softmax, beside, softmax_of
 from lineate.explore.pictures import PictureOptions
 from lineate.explore.state import steps
@@ -17,11 +18,10 @@ from lineate.explore.subject import Subject, Trace, caught, open_subject, reader
 from lineate.explore.words import visible
 from lineate.layers import kind_of
 from lineate.models import HybridLM
-from lineate.names import user_path
-from lineate.serving.api.errors import invalid
-from lineate.serving.api.fields import shown
 from lineate.text import Bytes, Tokenizer
-from lineate.tracing import cpu_by_default
+from lineate.torch_ops.tracing import cpu_by_default
+from lineate.web.errors import invalid
+from lineate.web.fields import shown
 
 MOST_TOKENS = 128
 """Tokens of a text: the pictures have a column for each."""

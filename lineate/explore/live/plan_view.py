@@ -24,8 +24,8 @@ from lineate.planning import (
     variants,
 )
 from lineate.planning.units import show_bytes, show_count, show_number, show_seconds
-from lineate.serving.api.errors import invalid
-from lineate.serving.api.fields import Fields
+from lineate.web.errors import invalid
+from lineate.web.fields import Fields
 
 MOST_TOKENS, MOST_BATCH, MOST_DEVICES = 2**24, 2**14, 1024
 MOST_HIDDEN, MOST_LAYERS, MOST_HEAD = 16384, 128, 512

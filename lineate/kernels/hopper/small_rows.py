@@ -1,6 +1,6 @@
 """A few rows times a weight of 4 or 8 bits on the tensor cores, with what a block does around the product.
 
-    y_r = sum_g scale_rg sum_c (code_rc - zero) x_c     columns c of group g      (lineate/small/format.py)
+    y_r = sum_g scale_rg sum_c (code_rc - zero) x_c     columns c of group g      (lineate/quantised/format.py)
 
 With FP8 codes are float8 numbers, zero is 0, and four groups of codes share a scale.
 

@@ -8,7 +8,7 @@ from lineate.kernels.layers import convolution
 from lineate.kernels.layers import rows as kernels
 from lineate.kernels.layers.rotary import turn
 from lineate.kernels.tape import launch
-from lineate.registrar import register_op
+from lineate.torch_ops.registrar import register_op
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = (2, 3, 4)

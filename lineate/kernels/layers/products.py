@@ -22,7 +22,7 @@ from lineate.kernels.layers import rows as kernels
 from lineate.kernels.layers.convolution import _sum, _weights, _window
 from lineate.kernels.layers.ops import KERNEL_DTYPES, SIZES
 from lineate.kernels.layers.rows import _sigmoid
-from lineate.tracing import PLAIN_TENSORS
+from lineate.torch_ops.tracing import PLAIN_TENSORS
 
 WIDEST = 8192
 """The most channels of a single row."""

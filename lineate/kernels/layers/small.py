@@ -1,4 +1,4 @@
-"""Kernels for weights of 8 and 4 bits in tiles (lineate/small/format.py): products of a row, and decoding.
+"""Kernels for weights of 8 and 4 bits in tiles (lineate/quantised/format.py): products of a row, and decoding.
 
     y_r = sum_g scale_rg sum_c (code_rc - zero) x_c      with what a block does around the product (products.py)
 

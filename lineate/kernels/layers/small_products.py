@@ -26,7 +26,7 @@ SHARED = 113 * 1024
 
 
 class Codes(NamedTuple):
-    """A weight in tiles (lineate/small/format.py).
+    """A weight in tiles (lineate/quantised/format.py).
 
     Args:
         codes: `tiles groups bits 16 4`, or `experts tiles ...`.

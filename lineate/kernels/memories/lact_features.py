@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lineate.kernels.launching import ceil_div, next_power, start
 from lineate.kernels.layers.ops import as_rows, check_dtypes, strides_of
-from lineate.registrar import register_op
+from lineate.torch_ops.registrar import register_op
 
 NORMALIZE_EPS = 1e-6
 """Added to the squared length of each vector that is normalised."""

@@ -8,16 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
-from lineate.elementwise import elementwise
+from lineate.forms.sequences import sequence_lengths
 from lineate.memory.chunks import check_chunk
 from lineate.memory.lact.scan import ScanState, scan
 from lineate.memory.lact.steps import halves
 from lineate.memory.parts import orthogonalise, renormalise, row_norms
 from lineate.memory.products import product
-from lineate.precision import full_precision_backward
 from lineate.rule import compute_dtype, full_precision
-from lineate.sequences import sequence_lengths
-from lineate.tracing import transformed
+from lineate.torch_ops.elementwise import elementwise
+from lineate.torch_ops.precision import full_precision_backward
+from lineate.torch_ops.tracing import transformed
 
 _MATRICES = range(3)
 

@@ -41,7 +41,7 @@ from lineate.memory.lact.steps import (
 )
 from lineate.memory.parts import MUON_EPS, ROW_EPS
 from lineate.rule import full_precision
-from lineate.tracing import in_memory, needs_grad, uncompiled
+from lineate.torch_ops.tracing import in_memory, needs_grad, uncompiled
 
 
 class ScanState(NamedTuple):

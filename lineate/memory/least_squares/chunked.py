@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
+from lineate.forms.sequences import sequence_lengths
 from lineate.memory.chunks import Chunks, lay_out
 from lineate.memory.products import product
-from lineate.sequences import sequence_lengths
 
 SMALLEST_WEIGHT = 1e-12
 """The chunked form raises a smaller beta to this, because the square root has no gradient at 0."""

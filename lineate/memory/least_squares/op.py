@@ -9,8 +9,8 @@ from torch import Tensor
 from lineate import checks
 from lineate.memory.chunks import check_chunk
 from lineate.memory.least_squares.chunked import Fit, run_chunks
-from lineate.precision import full_precision_backward
 from lineate.rule import compute_dtype, full_precision
+from lineate.torch_ops.precision import full_precision_backward
 
 
 @full_precision_backward

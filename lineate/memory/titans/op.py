@@ -10,8 +10,8 @@ from lineate.memory.chunks import check_chunk, lay_out
 from lineate.memory.gpu import STATE_NUMBERS, on_gpu
 from lineate.memory.products import product
 from lineate.memory.titans.model import Factors, TitansOptions, clipped, gradients, make_factors, read, select
-from lineate.precision import full_precision_backward
 from lineate.rule import compute_dtype, full_precision
+from lineate.torch_ops.precision import full_precision_backward
 
 TitansScan = Callable[..., tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]]
 

@@ -28,7 +28,7 @@ from lineate.memory.gpu import kept
 from lineate.memory.products import product
 from lineate.memory.titans.model import LAYER_NORM_EPS, Factors, TitansOptions, clipped, gradients, read, select
 from lineate.rule import full_precision
-from lineate.tracing import in_memory, uncompiled
+from lineate.torch_ops.tracing import in_memory, uncompiled
 
 
 @uncompiled

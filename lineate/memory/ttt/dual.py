@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from lineate.memory.chunks import Chunks
 from lineate.memory.gpu import STATE_NUMBERS, on_gpu
 from lineate.memory.ttt.model import Layers, gradients, read
-from lineate.tracing import needs_grad
+from lineate.torch_ops.tracing import needs_grad
 
 
 class Tokens(NamedTuple):

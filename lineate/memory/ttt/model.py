@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.elementwise import elementwise
+from lineate.torch_ops.elementwise import elementwise
 
 Layers = list[tuple[Tensor, Tensor]]
 """W `n d_in d_out` and b `n 1 d_out` of every layer; n = rows * heads, or cells * heads."""

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
-from lineate.elementwise import elementwise
 from lineate.memory.chunks import check_chunk, lay_out
 from lineate.memory.ttt.dual import Tokens, run_chunks
 from lineate.memory.ttt.model import Layers, gradients
-from lineate.precision import full_precision_backward
 from lineate.rule import compute_dtype, full_precision
+from lineate.torch_ops.elementwise import elementwise
+from lineate.torch_ops.precision import full_precision_backward
 
 
 @full_precision_backward

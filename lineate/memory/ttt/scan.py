@@ -20,7 +20,7 @@ from lineate.kernels.memories.tiles import Walk
 from lineate.memory.chunks import walk_places
 from lineate.memory.ttt.model import Layers, gradients, read
 from lineate.rule import full_precision
-from lineate.tracing import in_memory, uncompiled
+from lineate.torch_ops.tracing import in_memory, uncompiled
 
 
 @uncompiled

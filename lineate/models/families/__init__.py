@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from lineate.dtypes import FLOATING
 from lineate.models.config import HybridConfig
 from lineate.models.families import (
     bailing_hybrid,
@@ -31,7 +30,8 @@ from lineate.models.files.loading import LoadingPlan, Piece
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.files.tiled import KEY as WEIGHTS
 from lineate.models.files.tiled import present_tiles, written_format
-from lineate.small.format import Format
+from lineate.quantised.format import Format
+from lineate.torch_ops.dtypes import FLOATING
 
 OWN = "lineate"
 OWN_SIGNATURE = r"^layers\.\d+\.mixer\.in_proj\.weight$"

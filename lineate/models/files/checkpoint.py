@@ -110,7 +110,7 @@ class Checkpoint:
             self._reader.read_into(name, entry, target, rows)
 
     def kept_as(self, name: str) -> str | None:
-        """Return "int8", "int4" or "fp8" if a tensor is stored as the codes of that format (lineate/small/format.py).
+        """Return "int8", "int4" or "fp8" if a tensor is stored as the codes of that format (quantised/format.py).
 
         `read_codes` then reads it as it is; for every other tensor this is None. The scales are read to see whether the
         format has them exactly.

@@ -16,9 +16,9 @@ from torch import Tensor
 from lineate.models.files.checkpoint import Checkpoint
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.files.tiled import TiledCheckpoint
-from lineate.small.format import TILE, Format, TooLargeError, check_half, round_to_codes
-from lineate.small.weight import SmallWeight
-from lineate.small.which import BLOCK, empty_small, expert_views, fill_small, write_codes
+from lineate.quantised.format import TILE, Format, TooLargeError, check_half, round_to_codes
+from lineate.quantised.weight import SmallWeight
+from lineate.quantised.which import BLOCK, empty_small, expert_views, fill_small, write_codes
 
 KEPT_FLOAT32 = {"A_log", "dt_bias", "router_bias"}
 """Gate and router parameters whose rounding would be exponentiated or would change a choice."""

@@ -18,7 +18,7 @@ from lineate.models.files.checkpoint import Checkpoint
 from lineate.models.files.gguf_blocks import BlockType
 from lineate.models.files.gguf_header import Header, Stored
 from lineate.models.files.safetensors import CheckpointError, Entry, Reader
-from lineate.small import GROUP
+from lineate.quantised import GROUP
 
 PASS = 2**20
 """Numbers that are decoded at a time, at most; one row at least."""
@@ -77,7 +77,7 @@ class View(Entry):
 
     @property
     def kept_as(self) -> str | None:
-        """The format of lineate.small whose codes and scales these blocks are, if there is one."""
+        """The format of lineate.quantised whose codes and scales these blocks are, if there is one."""
         cut = any(bound % GROUP for span in self.columns for bound in span)
         if self.kind is None or self.change is not None or cut or any(span.turned for span in self.spans):
             return None
@@ -148,7 +148,7 @@ class GgufCheckpoint(Checkpoint):
         found = self._view(name)
         kind = found.kind
         if found.kept_as is None or kind is None or kind.codes is None:
-            raise CheckpointError(f"{self.folder}: {name} in {found.encoding} has no codes of lineate.small; decode it")
+            raise CheckpointError(f"{self.folder}: {name} in {found.encoding} has no codes of lineate; decode it")
         parts = []
         for span, first, last in _cut(found, rows):
             codes, scales = kind.codes(_raw(self._reader, span.stored, first, last).view(-1, kind.nbytes))
@@ -247,7 +247,7 @@ def _ordered(block: Tensor, columns: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def kept_formats(checkpoint: Checkpoint, sources: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return in which format of lineate.small tensors of a model are kept if a GGUF checkpoint is loaded as stored.
+    """Return in which format of lineate.quantised tensors of a model are kept if a GGUF checkpoint is loaded as stored.
 
     A tensor that is made of Q8_0 alone is "int8", one of Q4_0 alone "int4", both exactly. One with any other type of
     blocks, or with several, is rounded to "int8". Tensors without blocks (F32, F16, BF16) are not named.

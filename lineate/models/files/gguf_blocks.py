@@ -30,8 +30,8 @@ class BlockType:
         nbytes: bytes of a block.
         dtype: that the tensor has for others: its own, or float32 if it is decoded.
         decode: makes float32 `n size` of bytes `n nbytes`; None: the numbers lie there as they are.
-        kept: the format of lineate.small that keeps codes and scales exactly, if there is one.
-        codes: makes codes `n 32` (one a byte, as lineate.small has them) and scales `n` of bytes, if `kept`.
+        kept: the format of lineate.quantised that keeps codes and scales exactly, if there is one.
+        codes: makes codes `n 32` (one a byte, as lineate.quantised has them) and scales `n` of bytes, if `kept`.
     """
 
     name: str

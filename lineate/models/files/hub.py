@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from lineate.extras import not_installed
+from lineate.console.extras import not_installed
+from lineate.console.names import user_path
 from lineate.models.files.checkpoint import INDEX, SINGLE, Checkpoint, read_json
 from lineate.models.files.safetensors import LONGEST_HEADER, CheckpointError, Entry, make_entry
-from lineate.names import user_path
 
 TEXTS = ["*.json", "*.jinja", "tiktoken.model"]
 """Patterns of configs, the index, the tokenizer and its chat templates, which have a few MB at most."""

@@ -17,13 +17,13 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor, nn
 
+from lineate.console.terminal import console, printable
 from lineate.models.files.checkpoint import Checkpoint
 from lineate.models.files.encodings import Encoded
 from lineate.models.files.filling import Piece, allocate, box_of, fill
 from lineate.models.files.safetensors import CheckpointError
-from lineate.small.format import Format
-from lineate.small.weight import SmallWeight
-from lineate.terminal import console, printable
+from lineate.quantised.format import Format
+from lineate.quantised.weight import SmallWeight
 
 __all__ = [
     "LoadingPlan",

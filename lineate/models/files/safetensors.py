@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineate.terminal import printable
-from lineate.tracing import is_virtual
+from lineate.console.terminal import printable
+from lineate.torch_ops.tracing import is_virtual
 
 STORED_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

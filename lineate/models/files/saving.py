@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lineate.small.weight import SmallWeight
+from lineate.quantised.weight import SmallWeight
 
 HOW_IT_RUNS = {"training", "recompute", "recompute_chunks", "context", "sampling_defaults", "_compiled_call_impl"}
 """Attributes that change how a module runs, or where, but not what it computes."""

@@ -1,6 +1,6 @@
 """Checkpoints of our own whose weights are small: two entries a weight, in tiles as in memory.
 
-    NAME.codes     uint8, in tiles (lineate/small/format.py)
+    NAME.codes     uint8, in tiles (lineate/quantised/format.py)
     NAME.scales    float16 (fp8: float32)
     config.json    "weights": "int8", "int4" or "fp8"
 
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lineate.models.files.checkpoint import Checkpoint
 from lineate.models.files.safetensors import CheckpointError, Entry, TensorSize, of_tensor
-from lineate.small.format import FORMATS, TILE, Format, decode, from_tiles
-from lineate.small.weight import SmallWeight
-from lineate.small.which import small_formats
+from lineate.quantised.format import FORMATS, TILE, Format, decode, from_tiles
+from lineate.quantised.weight import SmallWeight
+from lineate.quantised.which import small_formats
 
 KEY = "weights"
 """The key of config.json that names the format."""

@@ -9,11 +9,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lineate.serving.api.errors import shutting_down
 from lineate.serving.api.foreign import HEADER
-from lineate.serving.api.responses import GONE, EventStream, answer, unless_gone
 from lineate.serving.api.running import Running
 from lineate.serving.api.service import Service
+from lineate.web.errors import shutting_down
+from lineate.web.responses import GONE, EventStream, answer, unless_gone
 
 
 class Answering(ABC):

@@ -1,6 +1,6 @@
 """How many values the JSON of a body has, counted before anything is made of them."""
 
-from lineate.serving.api.errors import invalid
+from lineate.web.errors import invalid
 
 BEGINS = b",[{"
 """A value is behind a comma or a bracket, or is the first one."""

@@ -8,12 +8,12 @@ from starlette.responses import Response
 
 from lineate.serving.api.answering import Answering
 from lineate.serving.api.calls import Called
-from lineate.serving.api.fields import Fields
-from lineate.serving.api.responses import read_body
 from lineate.serving.api.running import Piece, Running, chat_logprobs
 from lineate.serving.api.schemas import ChatCall, read_chat
 from lineate.serving.api.service import Prompt, Service
 from lineate.serving.api.tools import AnswerParser, Said
+from lineate.web.fields import Fields
+from lineate.web.responses import read_body
 
 
 async def chat(service: Service, request: Request) -> Response:

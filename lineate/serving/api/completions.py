@@ -7,14 +7,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lineate.serving.api.answering import Answering
-from lineate.serving.api.errors import invalid
-from lineate.serving.api.fields import Fields
-from lineate.serving.api.responses import read_body
 from lineate.serving.api.running import Piece, Running, TextLogprobs
 from lineate.serving.api.schemas import CompletionCall, read_completion
-from lineate.serving.api.service import Prompt, Service, dump, dump_characters, dump_items, with_seed
-from lineate.serving.requests import TokenLogprob
+from lineate.serving.api.service import Prompt, Service, with_seed
+from lineate.serving.engine.requests import TokenLogprob
 from lineate.text.base import Tokenizer
+from lineate.web.errors import invalid
+from lineate.web.fields import Fields
+from lineate.web.json_text import dump, dump_characters, dump_items
+from lineate.web.responses import read_body
 
 
 async def complete(service: Service, request: Request) -> Response:

@@ -8,8 +8,8 @@ what it is made from, is refused unless its value asks for nothing. Fields of no
 import logging
 from typing import Any
 
-from lineate.serving.api.errors import invalid
-from lineate.serving.api.fields import Fields
+from lineate.web.errors import invalid
+from lineate.web.fields import Fields
 
 LOG = logging.getLogger("lineate.serving")
 HEADER = "X-Lineate-Ignored"

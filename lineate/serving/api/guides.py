@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from lineate.serving.api.errors import ApiError, invalid
 from lineate.serving.api.schemas import JsonFormat
+from lineate.web.errors import ApiError, invalid
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

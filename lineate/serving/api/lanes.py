@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from lineate.serving.api.errors import queue_full
+from lineate.web.errors import queue_full
 
 LONG_BYTES = 16 * 2**10
 """Bytes of a body above which it is prepared in the lane of long ones."""

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from lineate.serving.api.errors import invalid
-from lineate.serving.api.fields import Fields
 from lineate.serving.api.foreign import OF_MESSAGES
-from lineate.serving.limits import Limits
+from lineate.web.errors import invalid
+from lineate.web.fields import Fields
+from lineate.web.limits import Limits
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lineate.serving.api.errors import ApiError, internal, invalid, shutting_down, unavailable
 from lineate.serving.api.guides import NOT_FOLLOWED
 from lineate.serving.api.service import Service
 from lineate.serving.api.tools import MARKERS
-from lineate.serving.requests import Event, Handle, Request, TokenLogprob
+from lineate.serving.engine.requests import Event, Handle, Request, TokenLogprob
 from lineate.text.base import Tokenizer
 from lineate.text.stream import Detokenizer, StopStrings
+from lineate.web.errors import ApiError, internal, invalid, shutting_down, unavailable
 
 LOG = logging.getLogger("lineate.serving")
 LEAST_LOGPROB = -9999.0

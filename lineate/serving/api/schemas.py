@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lineate.generation.choice import Sampling
-from lineate.serving.api.errors import ApiError, invalid, too_long
-from lineate.serving.api.fields import Fields, shown
 from lineate.serving.api.foreign import accept_foreign
 from lineate.serving.api.messages import read_messages, read_tools
-from lineate.serving.limits import Limits
+from lineate.web.errors import ApiError, invalid, too_long
+from lineate.web.fields import Fields, shown
+from lineate.web.limits import Limits
 
 MOST_TOP_LOGPROBS = 20
 MOST_TOP_LOGPROBS_OF_COMPLETIONS = 5

@@ -8,19 +8,19 @@ from typing import Any, Protocol, TypeVar
 
 from lineate.generation.choice import Sampling
 from lineate.serving.api.bodies import check_values
-from lineate.serving.api.errors import ApiError, invalid, queue_full, too_long, unavailable
-from lineate.serving.api.fields import Fields, parse
 from lineate.serving.api.guides import Grammars, Guide
-from lineate.serving.api.intake import Intake
 from lineate.serving.api.lanes import Lanes
 from lineate.serving.api.schemas import ChatCall, Server, Wanted
 from lineate.serving.api.tools import THINK, THOUGHT, calls_grammar, form_of
-from lineate.serving.limits import Limits
-from lineate.serving.metrics import Metrics
-from lineate.serving.requests import EngineStopped, Event, Handle, QueueFull, Request, TooLong
+from lineate.serving.engine.requests import EngineStopped, Event, Handle, QueueFull, Request, TooLong
 from lineate.text.base import Tokenizer
 from lineate.text.bounded import TooManyTokens
 from lineate.text.chat import DEFAULT_STOPS, ChatError
+from lineate.web.errors import ApiError, invalid, queue_full, too_long, unavailable
+from lineate.web.fields import Fields, parse
+from lineate.web.intake import Intake
+from lineate.web.limits import Limits
+from lineate.web.metrics import Metrics
 
 Made = TypeVar("Made")
 
@@ -262,33 +262,3 @@ def with_seed(wanted: Wanted, shift: int) -> Wanted:
     """Return the options for another prompt of the same request, whose draws are its own."""
     seed = (wanted.sampling.seed + shift) % 2**64
     return replace(wanted, sampling=replace(wanted.sampling, seed=seed)) if shift else wanted
-
-
-_LINE_ENDS = {ord(x): f"\\u{ord(x):04x}" for x in "\x85\u2028\u2029"}
-"""What ends a line for Python's splitlines, by which httpx cuts a stream into events; JSON may escape any character."""
-
-
-def dump(value: Any) -> str:
-    """Return JSON without spaces, for events and answers."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.translate(_LINE_ENDS)
-
-
-PART = 256
-"""Values of a list that are encoded in one call, which holds the interpreter's lock until it returns."""
-
-
-def dump_items(values: Sequence[Any]) -> str:
-    """Return the JSON of a long list without its brackets; other threads run meanwhile."""
-    return ",".join(dump(values[n : n + PART])[1:-1] for n in range(0, len(values), PART))
-
-
-def dump_characters(text: str) -> str:
-    """Return the JSON of a long text without its quotes; other threads run meanwhile."""
-    size = 16 * PART
-    return "".join(dump(text[n : n + size])[1:-1] for n in range(0, len(text), size))
-
-
-__all__ = [
-    "ApiError", "Description", "Engine", "Prompt", "Service", "dump", "dump_characters", "dump_items", "with_seed",
-]  # fmt: skip

@@ -3,13 +3,13 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lineate.serving.api.errors import invalid
-from lineate.serving.api.fields import Fields, shown
 from lineate.serving.api.messages import read_messages, read_tools
-from lineate.serving.api.responses import answer, read_body
 from lineate.serving.api.schemas import check_model, is_token
 from lineate.serving.api.service import Service
 from lineate.text.bounded import TooManyTokens
+from lineate.web.errors import invalid
+from lineate.web.fields import Fields, shown
+from lineate.web.responses import answer, read_body
 
 
 async def tokenize(service: Service, request: Request) -> Response:

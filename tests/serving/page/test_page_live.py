@@ -15,9 +15,9 @@ from small_models import random_model
 
 from lineate.models import preset
 from lineate.serving.app import Settings, describe
-from lineate.serving.cache import StateCache
-from lineate.serving.engine import Engine
-from lineate.serving.requests import Request
+from lineate.serving.cache.cache import StateCache
+from lineate.serving.engine.engine import Engine
+from lineate.serving.engine.requests import Request
 
 CONTEXT, SLOTS = 8192, 4
 KEY = "a key of this server"

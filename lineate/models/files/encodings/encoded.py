@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lineate.models.files.safetensors import CheckpointError, Entry, Reader
-from lineate.small.format import FLOAT8, FORMATS, GROUP, Format, TooLargeError
+from lineate.quantised.format import FLOAT8, FORMATS, GROUP, Format, TooLargeError
 
 BLOCK_ELEMENTS = 2**20
 """How many numbers are decoded at a time."""

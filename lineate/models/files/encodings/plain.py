@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lineate.models.files.encodings.encoded import Encoded, Source, Stored
-from lineate.small.format import FLOAT8
+from lineate.quantised.format import FLOAT8
 
 __all__ = ["FLOAT8", "PlainCodes"]
 

@@ -1,0 +1,1 @@
+"""Parts of commands: options from dataclasses, text in a terminal, spellings, extras that are missing."""

@@ -1,0 +1,93 @@
+"""Warns if a correcting rule's memory can grow: S = (I - beta k k^T) S + ... is stable for beta |k|^2 in [0, 2].
+
+With keys that are not normalised the memory overflows silently. On a CPU, where checking is cheap, each process warns
+once.
+"""
+
+import os
+import sys
+import warnings
+
+import torch
+from torch import Tensor
+
+from lineate.checks import is_concrete
+
+ROUNDING = 0.02
+"""How far beta |k|^2 may leave [0, 2]: unit keys in bfloat16 have |k|^2 up to 1 + 2^-8."""
+TOKENS_A_LOOK = 16
+"""Shorter calls are checked once in so many tokens, because the check takes a tenth of the time of a one-token call."""
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_warned = False
+_unseen = TOKENS_A_LOOK  # tokens since the last check; the first call is checked
+
+
+class UnstableMemoryWarning(RuntimeWarning):
+    """beta |k|^2 left [0, 2] in a rule that corrects: its memory may grow with every token until it overflows."""
+
+
+def watch_writes(k: Tensor, beta: Tensor | None, normalize_qk: bool) -> None:
+    """Warn if beta |k|^2 leaves [0, 2]; k `b t h k`, beta `b t hv` or `b t hv v`, None for rules that do not correct.
+
+    Nothing is checked on a GPU, while compiling or recording, and after the warning. The native backend checks in C.
+    """
+    global _unseen
+    if beta is None or normalize_qk or torch.compiler.is_compiling() or _warned:
+        return
+    _unseen += k.shape[1]
+    if _unseen < TOKENS_A_LOOK or not (is_concrete(k) and is_concrete(beta)):
+        return
+    _unseen = 0
+    k, beta = k.detach(), beta.detach()
+    least, most = torch.aminmax(beta)
+    if least >= 0 and most * _squares(k).max() <= 2:
+        return  # then every product is in the range, and need not be computed
+    if bool(((_sizes(k, beta) - 1).abs_() > 1 + ROUNDING).any()):  # NaN is not
+        warn_unstable(k, beta)
+
+
+def forget() -> None:
+    """Check the next call and warn again, as a new process would."""
+    global _warned, _unseen
+    _warned, _unseen = False, TOKENS_A_LOOK
+
+
+def warn_unstable(k: Tensor, beta: Tensor) -> None:
+    """Warn, the first time; where warnings are errors, every time."""
+    global _warned
+    if _warned:
+        return
+    with torch.no_grad():
+        sizes = _sizes(k, beta).flatten()
+        worst = sizes[(sizes - 1).abs().nan_to_num(nan=0.0).argmax()].item()
+    warnings.warn(
+        f"beta |k|^2 must stay in [0, 2] for a rule that corrects, got {worst:.4g}: the memory may grow with every "
+        "token until it overflows; pass normalize_qk=True (said once; warnings.filterwarnings('ignore', "
+        "category=lineate.UnstableMemoryWarning) silences it)",
+        UnstableMemoryWarning,
+        stacklevel=_callers_level(),
+    )
+    _warned = True
+
+
+def _sizes(k: Tensor, beta: Tensor) -> Tensor:
+    """Return beta |k|^2, in the shape of beta."""
+    squares = _squares(k).repeat_interleave(beta.shape[2] // k.shape[2], dim=2)  # b t hv
+    return beta * (squares if beta.dim() == 3 else squares.unsqueeze(-1))
+
+
+def _squares(k: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(k, dim=-1, dtype=torch.promote_types(k.dtype, torch.float32)).square_()
+
+
+def _callers_level() -> int:
+    """Return the stacklevel, seen from warn_unstable, of the first frame outside of this package and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_inside(filename: str) -> bool:
+    return filename.startswith((_PACKAGE, os.path.dirname(torch.__file__) + os.sep))

@@ -1,0 +1,1 @@
+"""Operations and kept bytes of mixers."""

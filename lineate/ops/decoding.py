@@ -1,0 +1,349 @@
+"""Decoding: runs a few tokens a row and updates the memory in place, as one torch op.
+
+    decode(q, k, v, log_decay, beta, state=pool, slots=slots)      # on a GPU one kernel launch, fit for a CUDA graph
+
+The equation is rule.step's; the gates select the rule as in `explain`. Training uses the ops of lineate.ops.
+"""
+
+import importlib.util
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lineate import checks
+from lineate.call import Inputs, Options, Slots, in_one_dtype, spread_decay, which_are_raw
+from lineate.dispatch import (
+    TRANSFORMED,
+    TRITON_WIDTH,
+    Signature,
+    call_signature,
+    interpreted,
+    resolve_scale,
+    select_rule,
+)
+from lineate.forms.stability import watch_writes
+from lineate.ops.rounding import NEAREST, ROUNDINGS, STOCHASTIC, round_memory
+from lineate.ops.slot_checks import check_decode_state, check_seeds, check_slot_values, check_slots
+from lineate.recent import RecentlyUsed
+from lineate.rule import activate, compute_dtype, full_precision, normalize, step
+from lineate.torch_ops.tracing import constant_in_graphs, in_memory, needs_grad, transformed
+
+BACKENDS = ("auto", "torch", "triton")
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    state: Tensor,
+    slots: Tensor | None = None,
+    start_slots: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    normalize_qk: bool = False,
+    raw_gates: bool | str = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    beta_scale: float = 1.0,
+    lower_bound: float | None = None,
+    rounding: str = NEAREST,
+    seeds: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Run t >= 1 tokens a row through the memory, write the new memory into `state`, return the output `b t hv v`.
+
+    A row is one of b batch rows, or, with cu_seqlens and b = 1, one of the packed sequences. There are no gradients.
+    The gates select the rule as in `explain`. The bits of a row's result depend neither on the rest of the batch
+    nor on how its tokens are split into calls.
+
+    No slot may be written by two rows, or written by one and read by another. On a CPU this is checked. On a GPU it is
+    not, because reading the slots would wait for the device; there the kernel touches no slot outside the pool, and the
+    output of a row that starts outside of it is NaN.
+
+    q, k and v of different dtypes are converted to the one that torch promotes them to. The state must be float32
+    (float64 for float64 inputs) or bfloat16, because it is written. All arithmetic is float32's. A bfloat16 state is
+    rounded after every token, also after those whose state is not stored; the output is read before that.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        log_decay: `b t hv` (per head), `b t hv k` (per key channel), `hv` (a constant of each head), or None for a rule
+            that does not forget.
+        beta: `b t hv`, `b t hv v` (one rate per value channel), or None for a rule that only accumulates.
+        state: `rows hv k v`, float32 (float64 for float64 inputs) or bfloat16, modified; with slots a pool
+            `n_slots hv k v`, of which only the named slots are modified.
+        slots: `rows`, int: the slot of each row. Or one slot for each token, `b t` (packed: `n_seqs` by the longest
+            sequence): the memory after token i of a row goes to slots[row, i], so that a rejected guess can be taken
+            back; this needs start_slots. A negative slot is not written.
+        start_slots: `rows`, int: the slot each row starts from; None is slots. Rows may share one. A row that
+            starts from a negative slot is idle: its output is 0 and it writes nothing.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        scale: multiplies the output; None is 1/sqrt(k).
+        normalize_qk: whether q and k are l2-normalised inside.
+        raw_gates: whether log_decay is the raw gate x of log_decay = -exp(A_log) * softplus(x + dt_bias), and beta the
+            raw logit x of beta = beta_scale * sigmoid(x). "log_decay" or "beta" if only that one is raw.
+        A_log: `hv`, for raw gates. With a lower bound, None is exp(A_log) = 1.
+        dt_bias: `hv`, `hv k` (also flat) or None, for raw gates.
+        beta_scale: the largest beta of raw gates.
+        lower_bound: below 0: if given, log_decay = lower_bound * sigmoid(exp(A_log) * (x + dt_bias)) for raw gates.
+        rounding: how a bfloat16 state is rounded: "nearest", ties to even; or "stochastic", up or down by chance, so
+            that its mean is exact and changes below half a unit in the last place are not lost.
+        seeds: `rows`, int, for stochastic rounding: token i of row r takes the random numbers of seeds[r] + i. The same
+            seeds give the same bits. A position in the sequence is a good seed; on the device it serves a CUDA graph.
+        backend: "auto", "torch" or "triton": one launch that reads and writes the state once.
+
+    Returns:
+        The output `b t hv v`, in the dtype of v.
+    """
+    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias)
+    where = Slots(slots, start_slots, seeds)
+    request = (scale, normalize_qk, raw_gates, beta_scale, lower_bound, rounding, backend)
+    signature = call_signature((*inputs, *where), request)
+    if signature is not None:
+        signature = None if state is None else (*signature, state.stride())
+    known = None if signature is None else KNOWN.get(signature)
+    if known is None:
+        checks.check_which_raw(raw_gates)
+        plain = Inputs(q, k, v, log_decay)
+        one = in_one_dtype(plain if raw_gates in (True, "log_decay") else spread_decay(plain))
+        bias = _unflat(dt_bias, log_decay)
+        if one is not plain or bias is not dt_bias:
+            return decode(
+                *one[:4], beta, state=state, slots=slots, start_slots=start_slots, cu_seqlens=cu_seqlens,
+                scale=scale, normalize_qk=normalize_qk, raw_gates=raw_gates, A_log=A_log, dt_bias=bias,
+                beta_scale=beta_scale, lower_bound=lower_bound, rounding=rounding, seeds=seeds, backend=backend,
+            ).to(v.dtype)  # fmt: skip
+        known = _check_and_choose(inputs, where, _Request(*request))
+        if signature is not None:
+            KNOWN.put(signature, known)
+    chosen, options = known
+    if signature is not None:
+        return _decode(inputs, where, options, chosen)
+    if transformed():
+        raise ValueError(
+            "decode must not be compiled inside of torch.func transforms or forward mode, which do not see into it; "
+            "call it outside of torch.compile, or use the ops, such as lineate.gated_delta_rule"
+        )
+    # An op costs microseconds; only compilers, dispatch modes and tensor subclasses need one.
+    return _decode_op(
+        q, k, v, log_decay, beta, state, slots, start_slots, cu_seqlens, A_log, dt_bias,
+        options.scale, normalize_qk, options.raw_decay, options.beta_scale, chosen, options.lower_bound,
+        options.raw_beta, seeds,
+    )  # fmt: skip
+
+
+def _unflat(dt_bias: Tensor | None, gate: Tensor | None) -> Tensor | None:
+    """Return a bias `hv * k` of a gate per channel as `hv k`; others as they are, for the checks."""
+    if not isinstance(dt_bias, Tensor) or not isinstance(gate, Tensor) or gate.dim() != 4 or gate.shape[3] == 1:
+        return dt_bias
+    return dt_bias.view(gate.shape[2:]) if dt_bias.shape == (gate.shape[2:].numel(),) else dt_bias
+
+
+class _Request(NamedTuple):
+    """The options that the caller of `decode` passes, before they are checked."""
+
+    scale: float | None
+    normalize_qk: bool
+    raw_gates: bool | str
+    beta_scale: float
+    lower_bound: float | None
+    rounding: str
+    backend: str
+
+
+def _decode(inputs: Inputs, where: Slots, options: Options, backend: str) -> Tensor:
+    """Check the values of the arguments, then run; compiled calls also reach this with concrete values."""
+    q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
+    assert state is not None
+    checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
+    check_slot_values(where.slots, where.start_slots, cu_seqlens, state.shape[0])
+    if state._is_zerotensor():
+        raise ValueError("state must have memory to write into, got a zero tensor; start from torch.zeros")
+    if not options.raw_decay:
+        checks.check_decay(log_decay)
+    if backend == "torch":
+        with full_precision(q):
+            return _decode_torch(inputs, where, options)
+    from lineate.kernels import pipeline  # triton, at its first use
+
+    if q.device.type == "cpu":  # the interpreter
+        rate = activate(None, beta, None, None, options.beta_scale, raw_gates=options.raw_gates)[1]
+        watch_writes(k, rate, options.normalize_qk)
+    q, k, v, memory = in_memory((q, k, v, state))
+    log_decay, beta, A_log, dt_bias = in_memory((log_decay, beta, A_log, dt_bias))
+    *places, cu_seqlens = in_memory((*where, cu_seqlens))
+    inputs = Inputs(q, k, v, log_decay, beta, memory, cu_seqlens, A_log, dt_bias)
+    output = pipeline.decode(inputs, Slots(*places), options)
+    if memory is not state:  # a view of negated numbers
+        state.copy_(memory)
+    elif not state.is_inference():
+        torch.autograd.graph.increment_version(state)  # as any torch function that writes in place does
+    return output
+
+
+@torch.library.custom_op("lineate::decode", mutates_args=("state",))
+def _decode_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    slots: Tensor | None,
+    start_slots: Tensor | None,
+    cu_seqlens: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    scale: float,
+    normalize_qk: bool,
+    raw_decay: bool,
+    beta_scale: float,
+    backend: str,
+    lower_bound: float | None = None,
+    raw_beta: bool = False,
+    seeds: Tensor | None = None,
+) -> Tensor:
+    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias)
+    raw_gates = which_are_raw(raw_decay, raw_beta)
+    options = Options(beta is not None, scale, normalize_qk, 64, beta_scale, raw_gates, lower_bound)
+    return _decode(inputs, Slots(slots, start_slots, seeds), options, backend)
+
+
+@_decode_op.register_fake
+def _(q, k, v, *_):  # type: ignore[no-untyped-def]
+    return v.new_empty(v.shape)
+
+
+def _decode_torch(inputs: Inputs, where: Slots, options: Options) -> Tensor:
+    """Run rule.step token by token, for all rows at once or for one packed sequence after the other."""
+    q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
+    assert state is not None
+    slots, start_slots, seeds = where
+    t, group = q.shape[1], v.shape[2] // q.shape[2]
+    dtype = compute_dtype(v.dtype)
+    log_decay, beta = activate(
+        log_decay, beta, A_log, dt_bias, options.beta_scale, dtype, options.lower_bound, options.raw_gates
+    )
+    log_decay, beta = (None if x is None else x.to(dtype) for x in (log_decay, beta))
+    watch_writes(k, beta, options.normalize_qk)  # before the state is written
+    q, k = q.to(dtype), k.to(dtype)
+    if options.normalize_qk:
+        q, k = normalize(q), normalize(k)
+    q, k = ((options.scale * q).repeat_interleave(group, dim=2), k.repeat_interleave(group, dim=2))  # b t hv k
+    decay = None if log_decay is None else _at_least_4d(log_decay.exp())  # b t hv 1|k
+    beta = None if beta is None else _at_least_4d(beta)  # b t hv 1|v
+    output = v.new_empty(v.shape)
+    start_slots = slots if start_slots is None else start_slots
+    batches = [(slice(0, q.shape[0]), slice(0, q.shape[0]), 0, t)]  # rows, batch rows, first token, end
+    if cu_seqlens is not None:
+        sequences = enumerate(pairwise(cu_seqlens.tolist()))
+        batches = [(slice(i, i + 1), slice(0, 1), first, end) for i, (first, end) in sequences]
+    for rows, batch, first, end in batches:
+        if start_slots is None:
+            idle, own = None, state[rows]
+        else:
+            start = start_slots[rows].long()
+            idle, own = start < 0, state[start.clamp(min=0)]
+        own = own.to(dtype)
+        for i in range(first, end):
+            read, own = step(
+                own,
+                q[batch, i],
+                k[batch, i],
+                v[batch, i].to(dtype),
+                None if decay is None else decay[batch, i],
+                None if beta is None else beta[batch, i],
+                options.corrects,
+            )
+            if state.dtype != dtype:
+                own = round_memory(own, None if seeds is None else seeds[rows] + (i - first))
+            output[batch, i] = (read if idle is None else read.masked_fill(idle[:, None, None], 0)).to(v.dtype)
+            if slots is not None and slots.dim() == 2 and i - first < slots.shape[1]:
+                _write(state, slots[rows, i - first], own, idle)
+        if slots is None:
+            state[rows] = own
+        elif slots.dim() == 1:
+            _write(state, slots[rows], own, idle)
+    return output
+
+
+def _write(state: Tensor, slots: Tensor, own: Tensor, idle: Tensor | None) -> None:
+    """Set state[slots] = own where the row is not idle and the slot is not negative."""
+    kept = slots >= 0 if idle is None else (slots >= 0) & ~idle
+    state[slots[kept].long()] = own[kept].to(state.dtype)
+
+
+def _at_least_4d(x: Tensor) -> Tensor:
+    return x if x.dim() == 4 else x.unsqueeze(-1)
+
+
+# The backend and the options of calls that passed every check, by all that these depend on: decoding makes the same
+# call for every token of every layer.
+KNOWN: RecentlyUsed[Signature, tuple[str, Options]] = RecentlyUsed(1024)
+
+
+def _check_and_choose(inputs: Inputs, where: Slots, request: _Request) -> tuple[str, Options]:
+    """Check everything about one call except values; return 'torch' or 'triton', and the options."""
+    q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
+    scale, normalize_qk, raw_gates, beta_scale, lower_bound, rounding, backend = request
+    checks.check_choice("backend", backend, BACKENDS)
+    checks.check_choice("rounding", rounding, ROUNDINGS)
+    checks.check_scale(scale)
+    checks.check_flag("normalize_qk", normalize_qk)
+    for name, gate in (("log_decay", log_decay), ("beta", beta)):
+        if gate is not None and not isinstance(gate, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(gate).__name__}")
+    checks.check_inputs(select_rule(log_decay, beta), inputs)
+    checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
+    checks.check_device("cu_seqlens", cu_seqlens, q)
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    check_slots(where.slots, where.start_slots, rows, q, packed=cu_seqlens is not None)
+    check_decode_state(state, q, v, rows, pooled=where.slots is not None)
+    assert state is not None
+    check_seeds(where.seeds, rows, q, state, stochastic=rounding == STOCHASTIC)
+    checks.check_decode_gates(inputs, beta_scale, lower_bound, raw_gates)
+    named = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state}
+    for name, x in {**named, "A_log": A_log, "dt_bias": dt_bias}.items():
+        if needs_grad(x):
+            raise ValueError(
+                f"{name} must not require grad: decode writes into state and has no gradients; "
+                "call it under torch.no_grad(), or train with the ops, such as lineate.gated_delta_rule"
+            )
+    scale = resolve_scale(scale, q.shape[-1])
+    bound = None if lower_bound is None else float(lower_bound)
+    options = Options(beta is not None, scale, normalize_qk, 64, float(beta_scale), raw_gates, bound)
+    if backend == "torch" or (backend == "auto" and q.device.type != "cuda"):
+        return "torch", options
+    obstacle = _obstacle(q, state)
+    if obstacle is None:
+        return "triton", options
+    if backend == "triton":
+        raise ValueError(f"backend='triton' cannot serve this call: {obstacle}; use backend='torch'")
+    return "torch", options
+
+
+def _obstacle(q: Tensor, state: Tensor) -> str | None:
+    """Return the feature of this call that the kernel does not support, or None."""
+    if q.device.type != "cuda" and not (q.device.type == "cpu" and interpreted()):
+        return f"it needs CUDA tensors, got {q.device.type}"
+    if q.dtype == torch.float64:
+        return "it computes in float32, got float64 inputs"
+    key_dim, value_dim = state.shape[-2:]
+    if max(key_dim, value_dim) > TRITON_WIDTH:
+        return f"it takes k and v up to {TRITON_WIDTH}, got k = {key_dim} and v = {value_dim}"
+    if transformed():
+        return TRANSFORMED
+    if (key_dim > 1 and state.stride(-2) != value_dim) or (value_dim > 1 and state.stride(-1) != 1):
+        return f"it needs the [k, v] of each head of the state contiguous, got strides {tuple(state.stride())}"
+    return _no_triton()
+
+
+@constant_in_graphs
+def _no_triton() -> str | None:
+    return "triton is not installed" if importlib.util.find_spec("triton") is None else None

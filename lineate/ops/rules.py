@@ -1,0 +1,500 @@
+"""The five public ops, softmax attention beside them, and the attention matrix of each.
+
+Shapes: q, k `b t h k`; v `b t hv v` (hv a multiple of h); log_decay `b t hv` or `b t hv k`, natural logarithm, at most
+0, per token, or `hv` if it is constant; beta `b t hv`; state `b hv k v` in float32 (float64 for float64 inputs). All
+ops have the same keywords. The result is always Attended(output `b t hv v` in the dtype of v, state). `lineate.explain`
+says what would run.
+
+Dtypes. q, k and v of different dtypes are converted to the one that torch promotes them to; the output has v's own.
+Gates may have any dtype. A first state of another floating dtype is converted to float32 (float64 for float64 inputs).
+
+Gradients. Every op differentiates backwards. Inside torch.func (vmap, grad, jvp, ...) and forward mode all forms run
+torch's own functions, which differentiate any number of times; elsewhere only "recurrent" and "parallel" do, twice.
+
+Checks. On a GPU neither the values of cu_seqlens nor log_decay <= 0 are checked, as reading them would wait for it.
+log_decay is not checked inside torch.func and in the torch backend's compiled "recurrent" and "parallel" forms either.
+
+Autocast changes no result and no first derivative of these ops, wherever the backward runs. The one exception is
+the torch backend's compiled "recurrent" and "parallel" forms, whose backward runs in autocast's dtype.
+
+torch.jit.trace can record the ops. The trace fixes the form that was chosen and whether gradients were required.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from lineate import checks
+from lineate.again import form_of, repeat
+from lineate.call import Inputs, Options, Request, in_one_dtype, spread_decay
+from lineate.console.hints import OF_OPS, hinted
+from lineate.dispatch import check_and_resolve, empty_state, select_rule
+from lineate.forms.chunkwise import chunkwise
+from lineate.forms.packing import Form, run_chunked, run_packed
+from lineate.forms.parallel import attention_matrix as _attention_matrix
+from lineate.forms.parallel import parallel
+from lineate.forms.recurrent import recurrent
+from lineate.forms.stability import watch_writes
+from lineate.native import ops as native_ops
+from lineate.ops.softmax import KeyValueCache, check_cache, softmax
+from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule, compute_dtype, full_precision
+from lineate.rule import normalize as unit
+from lineate.torch_ops.precision import full_precision_backward
+from lineate.torch_ops.tracing import transformed
+
+State = TypeVar("State")
+
+
+class Attended(NamedTuple, Generic[State]):
+    """What every op returns: the output, and the memory after the last token."""
+
+    output: Tensor
+    """`b t hv v`, in the dtype of v."""
+    state: State
+    """`b hv k v`, or `n_seqs hv k v` for packed sequences; a KeyValueCache for softmax attention."""
+
+
+class AttendedStates(NamedTuple):
+    """What attend_keeping_states returns: an op's result, and the memories on the way."""
+
+    output: Tensor
+    """`b t hv v`, in the dtype of v."""
+    state: Tensor
+    """`b hv k v`, or `n_seqs hv k v` for packed sequences: the memory after the last token."""
+    states: Tensor
+    """`b n hv k v`: the memory after every so many tokens; `n hv k v` for packed sequences, one after the other."""
+
+
+@hinted(OF_OPS)
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    form: str = "auto",
+    backend: str = "auto",
+    chunk_size: int | None = None,
+    normalize_qk: bool = False,
+    feature_map: str | Callable[[Tensor], Tensor] = "identity",
+    normalize: bool = False,
+) -> Attended[Tensor]:
+    """Accumulate every pair: S_t = S_{t-1} + phi(k_t) v_t^T, o_t = scale * S_t^T phi(q_t).
+
+    With normalize=True the output is divided by phi(q_t) . (sum of the keys so far). The state then has v + 1 columns,
+    of which the last is that sum; float16, whose range such sums exceed, is computed as float32.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        form: "auto", "recurrent", "chunkwise" or "parallel".
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        chunk_size: tokens a chunk of the chunkwise form; None takes the backend's own size.
+        normalize_qk: whether q and k are l2-normalised inside.
+        feature_map: phi: "identity", "elu+1", or any callable on `b t h k`, which may change k.
+        normalize: whether to divide the output by phi(q_t) . (sum of the keys so far).
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
+    """
+    given = v
+    q, k, v, _, _, state, _ = in_one_dtype(Inputs(q, k, v, state=state))[:7]
+    checks.check_qkv(q, k, v)
+    checks.check_flag("normalize", normalize)
+    if normalize_qk:
+        checks.check_flag("normalize_qk", normalize_qk)
+    phi = _feature_map(feature_map)
+    if phi is not None:
+        if normalize_qk:  # the features of unit vectors, not unit features
+            q, k = unit(q), unit(k)
+            normalize_qk = False
+        q, k = phi(q), phi(k)
+    if normalize:
+        q, k, v = with_ones(q, k, v)
+    inputs = Inputs(q, k, v, None, None, state, cu_seqlens)
+    output, state = _attend(LINEAR, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
+    return Attended(divide_by_last(output, given.dtype) if normalize else output.to(given.dtype), state)
+
+
+@hinted(OF_OPS)
+def gated_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    form: str = "auto",
+    backend: str = "auto",
+    chunk_size: int | None = None,
+    normalize_qk: bool = False,
+) -> Attended[Tensor]:
+    """Forget, then accumulate: S_t = Diag(exp(log_decay_t)) S_{t-1} + k_t v_t^T (RetNet, Mamba-2, GLA).
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        log_decay: `b t hv` (per head) or `b t hv k` (per key channel): natural logarithm, at most 0, per token; or
+            `hv`, one constant for each head (RetNet, lightning attention).
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        form: "auto", "recurrent", "chunkwise" or "parallel".
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        chunk_size: tokens a chunk of the chunkwise form; None takes the backend's own size.
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
+    """
+    inputs = Inputs(q, k, v, log_decay, None, state, cu_seqlens)
+    return _attend(GATED_LINEAR, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
+
+
+@hinted(OF_OPS)
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    form: str = "auto",
+    backend: str = "auto",
+    chunk_size: int | None = None,
+    normalize_qk: bool = False,
+) -> Attended[Tensor]:
+    """Correct instead of adding: S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T (DeltaNet).
+
+    Keys should have unit length (normalize_qk=True). Outside of 0 <= beta |k|^2 <= 2 the memory grows with every token
+    and overflows (keys of N(0, 1) reach 1e12 within 20 tokens); on a CPU, UnstableMemoryWarning says so once.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        beta: the rate of writing, `b t hv`; also `b t hv v`, one rate per value channel, in the recurrent form.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        form: "auto", "recurrent", "chunkwise" or "parallel".
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        chunk_size: tokens a chunk of the chunkwise form; None takes the backend's own size.
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
+    """
+    inputs = Inputs(q, k, v, None, beta, state, cu_seqlens)
+    return _attend(DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
+
+
+@hinted(OF_OPS)
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    form: str = "auto",
+    backend: str = "auto",
+    chunk_size: int | None = None,
+    normalize_qk: bool = False,
+) -> Attended[Tensor]:
+    """Forget per head, then correct: S' = exp(log_decay_t) S_{t-1}, S_t = S' + beta_t k_t (v_t - S'^T k_t)^T.
+
+    Keys should have unit length (normalize_qk=True), or the memory may overflow: see delta_rule.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        log_decay: `b t hv`: natural logarithm of the decay, at most 0, per token; or `hv`, one constant for each head.
+        beta: the rate of writing, `b t hv`; also `b t hv v`, one rate per value channel, in the recurrent form.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        form: "auto", "recurrent", "chunkwise" or "parallel".
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        chunk_size: tokens a chunk of the chunkwise form; None takes the backend's own size.
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
+    """
+    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
+    return _attend(GATED_DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
+
+
+@hinted(OF_OPS)
+def kimi_delta_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    form: str = "auto",
+    backend: str = "auto",
+    chunk_size: int | None = None,
+    normalize_qk: bool = False,
+) -> Attended[Tensor]:
+    """Forget per key channel, then correct: S' = Diag(exp(log_decay_t)) S_{t-1}, then as gated_delta_rule.
+
+    The decay comes before the comparison. Keys should have unit length (normalize_qk=True), or the memory may overflow:
+    see delta_rule.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        log_decay: `b t hv k`: natural logarithm of the decay, at most 0, per token.
+        beta: the rate of writing, `b t hv`; also `b t hv v`, one rate per value channel, in the recurrent form.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        form: "auto", "recurrent", "chunkwise" or "parallel".
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        chunk_size: tokens a chunk of the chunkwise form; None takes the backend's own size.
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
+    """
+    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
+    return _attend(KIMI_DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
+
+
+def attend_keeping_states(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    keep_states_every: int,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+    normalize_qk: bool = False,
+) -> AttendedStates:
+    """Run the rule that the gates select, as in `explain`, and return the memory after every keep_states_every tokens.
+
+    >>> output, state, states = lineate.attend_keeping_states(q, k, v, log_decay, beta, keep_states_every=64)
+    >>> lineate.gated_delta_rule(q2, k2, v2, log_decay2, beta2, state=states[:, 0])      # continue after 64 tokens
+
+    The tokens between two kept states are one call, from the first of these states; so multiples of 64, a chunk, take
+    about the time of the op alone. Everything differentiates. Packed sequences run one after the other, and their
+    bounds are read, which waits for a GPU.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        log_decay: `b t hv` (per head), `b t hv k` (per key channel), `hv` (a constant of each head), or None for a rule
+            that does not forget.
+        beta: `b t hv`, `b t hv v`, or None for a rule that only accumulates.
+        keep_states_every: after how many tokens a memory is kept. Of t tokens, n = t // keep_states_every are: the
+            memory after an incomplete rest is not among them, but in `state`.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        AttendedStates(output, state, states).
+    """
+    checks.check_every(keep_states_every)
+    given, rule, request = v, select_rule(log_decay, beta), Request(scale, "auto", backend, None, normalize_qk)
+    inputs = spread_decay(in_one_dtype(Inputs(q, k, v, log_decay, beta, state, cu_seqlens)))
+    check_and_resolve(rule, inputs, request)
+    if inputs.state is None:
+        inputs = inputs._replace(state=empty_state(inputs.q, inputs.v, cu_seqlens, compute_dtype(inputs.v.dtype)))
+    kept: list[Tensor] = []
+
+    def attend(part: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+        output, state = _attend(rule, part, request)
+        if part.q.shape[1] == options.chunk_size:
+            kept.append(state)
+        return output, state
+
+    run: Form = partial(run_chunked, attend)
+    options = Options(rule.corrects, 1.0, chunk_size=keep_states_every)
+    output, final = run(inputs, options) if cu_seqlens is None else run_packed(run, inputs, options)
+    if cu_seqlens is None:
+        states = torch.stack(kept, 1) if kept else final.new_empty(final.shape[0], 0, *final.shape[1:])
+    else:
+        states = torch.cat(kept) if kept else final.new_empty(0, *final.shape[1:])
+    return AttendedStates(output.to(given.dtype), final, states)
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    state: KeyValueCache | None = None,
+    cu_seqlens: Tensor | None = None,
+    normalize_qk: bool = False,
+) -> Attended[KeyValueCache]:
+    """Causal softmax attention in the same shapes, for comparison: o_t = sum_j softmax_j(scale q_t . k_j) v_j, j <= t.
+
+    Its state is the key/value cache, which grows by one key and one value a token.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        scale: multiplies the scores; None is 1/sqrt(k).
+        state: the cache to continue from; None is an empty one.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the cache after the last token.
+    """
+    checks.check_qkv(q, k, v)
+    checks.check_scale(scale)
+    checks.check_flag("normalize_qk", normalize_qk)
+    checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
+    check_cache(state, k, v, cu_seqlens)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return Attended(*softmax(q, k, v, state, cu_seqlens, scale=scale, normalize_qk=normalize_qk))
+
+
+@full_precision_backward
+def attention_matrix(
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    normalize_qk: bool = False,
+) -> Tensor:
+    """Return A `b hv t t`, lower triangular: the weights with which each token reads each value, so that output = A V.
+
+    This holds for an empty initial memory.
+
+    The gates select the rule as in `explain`; without gates it is linear attention.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        log_decay: `b t hv` (per head), `b t hv k` (per key channel) or `hv` (constant), at most 0; None: nothing is
+            forgotten.
+        beta: the rate of writing, `b t hv`; None for a rule that only accumulates.
+        scale: multiplies the matrix; None is 1/sqrt(k).
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        The matrix, float32 (float64 for float64 inputs).
+    """
+    q, k = in_one_dtype(Inputs(q, k, q))[:2]
+    checks.check_qkv(q, k, q)
+    checks.check_one_rate(beta)
+    gate, hv = log_decay if log_decay is not None else beta, q.shape[2]
+    if isinstance(gate, Tensor) and gate.dim() in (1, 3, 4):
+        heads = gate.shape[0 if gate.dim() == 1 else 2]
+        hv = heads // hv * hv or hv  # rounded down, so that the message about a wrong number names the gate
+    inputs = spread_decay(Inputs(q, k, q.new_empty(*q.shape[:2], hv, 1), log_decay, beta))
+    log_decay = inputs.log_decay
+    checks.check_inputs(select_rule(log_decay, beta), inputs)
+    checks.check_decay(log_decay)
+    checks.check_scale(scale)
+    checks.check_flag("normalize_qk", normalize_qk)
+    watch_writes(k, beta, normalize_qk)
+    options = Options(beta is not None, q.shape[-1] ** -0.5 if scale is None else scale, normalize_qk)
+    with full_precision(q):
+        return _attention_matrix(inputs, options)
+
+
+def _attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
+    """Check the call, choose its form and backend, and run it; or repeat an earlier one."""
+    tensors, given = inputs, inputs.v
+    form = form_of(rule.name, inputs, request)
+    repeated = repeat(form, inputs)
+    if repeated is not None:
+        return Attended(*repeated)
+    inputs = in_one_dtype(inputs)
+    if "head" in rule.decays:
+        inputs = spread_decay(inputs)
+    if inputs.v is not given:  # of another dtype
+        output, state = _attend(rule, inputs, request)
+        return Attended(output.to(given.dtype), state)
+    plan, options = check_and_resolve(rule, inputs, request)
+    if inputs.state is None:
+        q, k, v, log_decay, beta, _, cu_seqlens = inputs[:7]
+        state = empty_state(q, v, cu_seqlens, compute_dtype(v.dtype), shared=plan.backend == "triton")
+        inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
+    native = plan.backend == "native"
+    if plan.form == "chunkwise" and plan.backend != "triton" and not transformed():
+        return Attended(*(native_ops.chunkwise if native else chunkwise)(inputs, options))
+    if native:
+        return Attended(*native_ops.recurrent(inputs, options))
+    checks.check_decay(inputs.log_decay)
+    watch_writes(inputs.k, inputs.beta, options.normalize_qk)
+    if plan.backend == "triton":
+        from lineate.kernels import ops as kernels  # triton, at its first use
+
+        if plan.form == "recurrent":
+            return Attended(*kernels.recurrent(inputs, options))
+        attended = Attended(*kernels.chunkwise(inputs, options))
+        kernels.remember_forward(form, tensors, inputs, options)
+        return attended
+    run: Form = recurrent if plan.form == "recurrent" else parallel
+    if plan.form == "chunkwise":  # inside a transform
+        run = partial(run_chunked, run)
+    return Attended(*_attend_torch(run, inputs, options))
+
+
+@full_precision_backward
+def _attend_torch(run: Form, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    with full_precision(inputs.q):
+        output, final = run(inputs, options) if inputs.cu_seqlens is None else run_packed(run, inputs, options)
+        return output.to(inputs.v.dtype), final
+
+
+def _feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor] | None:
+    if callable(feature_map):
+        return feature_map
+    checks.check_choice("feature_map", feature_map, ("identity", "elu+1"))
+    return None if feature_map == "identity" else lambda x: torch.nn.functional.elu(x) + 1
+
+
+def with_ones(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Append a column of ones to v, in whose column the memory sums the keys (see divide_by_last); widen float16."""
+    if v.dtype == torch.float16:  # sums over many tokens exceed its range before they are divided
+        q, k, v = q.float(), k.float(), v.float()
+    return q, k, torch.cat((v, torch.ones_like(v[..., :1])), dim=-1)
+
+
+def divide_by_last(output: Tensor, dtype: torch.dtype, smallest: float = 1e-6) -> Tensor:
+    """Divide by the last column, q . (sum of keys), kept at least `smallest` away from 0, and convert to dtype."""
+    total = output[..., -1:]
+    total = torch.where(total.abs() < smallest, torch.copysign(total.new_full((), smallest), total), total)
+    return (output[..., :-1] / total).to(dtype)

@@ -1,0 +1,1 @@
+"""Work shared out among ranks: one sequence, one model, one job."""

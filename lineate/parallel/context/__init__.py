@@ -1,0 +1,1 @@
+"""One sequence over many ranks: segments, the rules between them, balance."""

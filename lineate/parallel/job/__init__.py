@@ -1,0 +1,1 @@
+"""The processes of a job, and the connections between them."""

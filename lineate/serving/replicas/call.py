@@ -1,0 +1,63 @@
+"""A request as it goes to a replica."""
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+from lineate.serving.replicas.prompts import blocks_of
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request of HTTP, whole.
+
+    Args:
+        method: GET, POST, ...
+        path: The path, decoded.
+        query: What follows the question mark.
+        headers: Names in lower case, and values.
+        body: The body.
+        blocks: The blocks of the prompt, for the router.
+        ticket: The name under which the router counts it. The blocks and the ticket stay in the process of the front.
+    """
+
+    method: str
+    path: str
+    query: bytes = b""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    body: bytes = b""
+    blocks: "array[int]" = field(default_factory=lambda: array("q"), repr=False, compare=False)
+    ticket: str = field(default="", compare=False)
+
+    @classmethod
+    def of(cls, scope: Any, body: bytes, most: int) -> "Call":
+        """Return the call of an ASGI scope.
+
+        Args:
+            scope: The scope of a request.
+            body: Its body.
+            most: The most values of a body that is read, besides ids (blocks_of).
+        """
+        path = scope["path"]
+        headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
+        return cls(scope["method"], path, scope.get("query_string", b""), headers, body, blocks_of(path, body, most))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Call, (self.method, self.path, self.query, self.headers, self.body)
+
+    def scope(self) -> dict[str, Any]:
+        """Return the ASGI scope that it has in a replica."""
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "method": self.method,
+            "path": self.path,
+            "raw_path": self.path.encode("utf-8", "surrogateescape"),
+            "query_string": self.query,
+            "root_path": "",
+            "headers": [list(pair) for pair in self.headers],
+            "client": None,
+            "server": None,
+        }

@@ -1,0 +1,73 @@
+"""Prompts as the router compares them: the text of a body in blocks, one number for 16 characters or tokens.
+
+Two prompts that begin alike have the same first blocks, whatever the chat template makes of their messages. The body
+is only looked at: what is wrong with it, the replica says.
+"""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lineate.serving.api.bodies import check_values
+from lineate.web.errors import ApiError
+
+BLOCK = 16
+"""Characters, or ids of tokens, of a block."""
+IDS = 2**20
+"""Ids of tokens in the prompts of a completion; one with more goes to the replica that has least to do."""
+CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
+
+
+def blocks_of(path: str, body: bytes, most: int) -> "array[int]":
+    """Return the blocks of a request's prompt; none if it has no prompt that can be read, or too many values.
+
+    Args:
+        path: The route of the request.
+        body: Its body.
+        most: The most values, besides IDS ids of the prompts of completions.
+    """
+    if path not in (CHAT, COMPLETIONS):
+        return array("q")
+    from pydantic_core import from_json
+
+    try:
+        check_values(body, most + (IDS if path == COMPLETIONS else 0))
+        fields = from_json(body)
+    except (ApiError, ValueError):
+        return array("q")
+    if not isinstance(fields, Mapping):
+        return array("q")
+    return _numbers(_chat(fields) if path == CHAT else _prompt(fields.get("prompt")))
+
+
+def _prompt(prompt: Any) -> Sequence[Any]:
+    """Return the first of the prompts of a completion: a text, or ids of tokens."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    return prompt if isinstance(prompt, str | list) else ""
+
+
+def _chat(fields: Mapping[str, Any]) -> str:
+    """Return the text of a conversation, after its tools, which templates put first."""
+    messages = fields.get("messages")
+    parts = [str(fields["tools"])] if fields.get("tools") else []
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, Mapping):
+            more = {name: x for name, x in message.items() if name not in ("role", "content") and x is not None}
+            parts.append(f"\x1e{message.get('role')}\x1f{_content(message.get('content'))}{more or ''}")
+    return "".join(parts)
+
+
+def _content(content: Any) -> str:
+    """Return the text of a message, which may be a list of parts."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) if isinstance(part, Mapping) else "" for part in content)
+    return content if isinstance(content, str) else ""
+
+
+def _numbers(items: Sequence[Any]) -> "array[int]":
+    """Return a number for each whole block; Python's hash is the same for the same block within a process."""
+    starts = range(0, len(items) - BLOCK + 1, BLOCK)
+    if isinstance(items, str):
+        return array("q", [hash(items[n : n + BLOCK]) for n in starts])
+    return array("q", [hash(str(items[n : n + BLOCK])) for n in starts])

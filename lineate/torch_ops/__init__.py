@@ -1,0 +1,1 @@
+"""How torch sees our ops: registration, shapes, tracing, precision, operation counts."""
