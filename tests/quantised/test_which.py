@@ -110,7 +110,7 @@ def test_a_model_of_several_formats_gets_one() -> None:
     projection.weight = nn.Parameter(quantize(values, "int4"), requires_grad=False)
     model.layers[1].mixer.in_proj.weight = nn.Parameter(model.layers[1].mixer.in_proj.weight.decoded())
     kept = model.embed.weight
-    with pytest.raises(ValueError, match=r"lineate\.small\.shrink\(model, 'int8'\) makes them so"):
+    with pytest.raises(ValueError, match=r"lineate\.quantised\.shrink\(model, 'int8'\) makes them so"):
         format_of(model)
     wanted = quantize(projection.weight.decoded(), "int8")
     assert format_of(shrink(model, "int8")) == FORMATS["int8"]

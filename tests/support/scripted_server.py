@@ -23,7 +23,8 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from fastapi.staticfiles import StaticFiles
+
+from lineate.web.pages import PageFiles
 
 PAGE = Path(__file__).parents[2] / "lineate" / "serving" / "page"
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
@@ -68,7 +69,7 @@ class ScriptedServer:
         app.get("/v1/models")(self._models)
         app.get("/lineate/info")(self._info)
         app.post("/v1/chat/completions")(self._complete)
-        app.mount("/", StaticFiles(directory=PAGE, html=True))
+        app.mount("/", PageFiles(PAGE, html=True))
         self._server = uvicorn.Server(uvicorn.Config(self._guarded(app), port=0, log_level="critical", lifespan="off"))
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 

@@ -10,6 +10,8 @@ from browser import Window
 from chat_page import REFUSED, roles, say, texts, titles
 from scripted_server import PAGE, Script, ScriptedServer
 
+from lineate.web.pages import page_files
+
 ROOT = Path(__file__).parents[3]
 NOWHERE = (
     "http:", "https:", "@import", "eval(", "new Function", "innerHTML", "outerHTML", "insertAdjacentHTML",
@@ -116,8 +118,8 @@ def test_thoughts_are_folded_away(server, page):
 
 def test_a_strict_policy_is_possible():
     """Nothing in the files needs more than `default-src 'self'`, and nothing makes markup from text."""
-    files = [file for file in PAGE.iterdir() if file.suffix in (".html", ".js", ".css", ".svg")]
-    assert len(files) == len(list(PAGE.iterdir()))  # the folder has nothing else
+    files = [file for file in page_files(PAGE) if file.suffix in (".html", ".js", ".css", ".svg")]
+    assert len(files) == len(page_files(PAGE))  # the folders have nothing else
     for file in files:
         text = file.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
         for word in NOWHERE:
@@ -130,7 +132,7 @@ def test_a_strict_policy_is_possible():
 def test_the_page_is_part_of_the_package():
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["lineate"]
     found = {file for pattern in patterns for file in (ROOT / "lineate").glob(pattern)}
-    assert set(PAGE.iterdir()) <= found
+    assert set(page_files(PAGE)) <= found
 
 
 def test_events_may_be_split_anywhere(page):
