@@ -50,7 +50,7 @@ def step_of(advance: Callable[[Any], tuple[Tensor, Any]], past: Any) -> Callable
 @torch.inference_mode()
 def measure(name: str, tokens: int, batches: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
     from bench.models.cpu import MODELS, VOCAB, load_both
-    from lineate.generation import GraphedDecoder
+    from lineate.decoding import Decoder
 
     theirs, ours = load_both(MODELS[name], dense=False, dtype=torch.bfloat16)
     theirs, ours = theirs.cuda(), ours.cuda()
@@ -87,7 +87,7 @@ def measure(name: str, tokens: int, batches: tuple[int, ...], rounds: int) -> li
             row[f"{who}_extra_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
             del past
         if t != tokens:
-            decoder = GraphedDecoder(ours, ours(ids, last_only=True).state, room=1024)
+            decoder = Decoder(ours, ours(ids, last_only=True).state, room=1024)
             logits["graph"] = decoder(ids[:, -1:])
             row["graph"] = median_ms(partial(decoder, ids[:, -1:]), 4 * rounds)
             row["graph_faster"] = row["transformers"] / row["graph"]

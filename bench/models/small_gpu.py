@@ -3,7 +3,7 @@
     python -m bench.models.small_gpu [--json FILE] [--quick] [--forms bfloat16 int8 int4 fp8]
 
 The model has 24 layers GGGA of 4096 channels with random weights, which are made on the GPU. Times of steps are between
-events around replays of the graph that GraphedDecoder records. A product is measured in a graph of its own over copies
+events around replays of the graph that Decoder records. A product is measured in a graph of its own over copies
 of the weight that do not fit the L2 cache together; beside it stands cuBLAS with a weight in bfloat16. Products of many
 rows, as a prompt has, are measured without a graph; "fp8, float8 rows" rounds the rows too (float8_activations).
 """
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.timing import show
-from lineate.generation import GraphedDecoder
+from lineate.decoding import Decoder
 from lineate.layers import Memory, TokenCache
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig, ModelState
 from lineate.quantised import FORMATS, SmallWeight, float8_activations
@@ -124,7 +124,7 @@ def measure_steps(config: HybridConfig, form: str, args: argparse.Namespace) -> 
     results = []
     for rows in args.batches:
         state = state_of(model, rows, args.tokens)
-        decoder = GraphedDecoder(model, state, room=256)
+        decoder = Decoder(model, state, room=256)
         ids = torch.zeros(rows, 1, dtype=torch.int64, device=args.device)
         logits = decoder(ids)
         ms = median_ms(partial(decoder, ids), args.rounds, args.device)
@@ -168,7 +168,7 @@ def measure_product(
 
     call: Callable[[], Any] = run
     if args.device != "cpu":
-        from lineate.generation.capturing import capture_stream, captured
+        from lineate.decoding.capturing import capture_stream, captured
         from lineate.layers.gpu import overlapping
 
         stream = capture_stream(torch.cuda.current_device())

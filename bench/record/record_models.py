@@ -15,7 +15,8 @@ from record_layers import fill
 from torch import Tensor
 
 import lineate
-from lineate.generation import GraphedDecoder, generate
+from lineate.decoding import Decoder
+from lineate.generation import generate
 from lineate.models import (
     AttentionConfig,
     ExpertsConfig,
@@ -94,7 +95,7 @@ def run_model(draw: Draw, config: HybridConfig, how: str, t: int = 40) -> Any:
                     "tokens": tokens,
                     "repr": repr(joined),
                 }
-            decoder = GraphedDecoder(model, out.state, room=8)
+            decoder = Decoder(model, out.state, room=8)
             return {"logits": [decoder(ids[:, i : i + 1]).clone() for i in range(9)], "state": decoder.state}
     if how == "saved":
         return save_and_load(model, ids)

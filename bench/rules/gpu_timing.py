@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bench.timing import Call
-from lineate.generation.capturing import captured
+from lineate.decoding.capturing import captured
 
 WARM_UP = 3
 AT_MOST = 64  # the most calls in one graph

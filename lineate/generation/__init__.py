@@ -1,26 +1,36 @@
 """Generating text with a model, token by token."""
 
-from typing import TYPE_CHECKING
+import warnings
+from typing import TYPE_CHECKING, Any
 
 from lineate.system.lazy import first_use
 
 if TYPE_CHECKING:
     from lineate.generation.choice import Sampling, choose_tokens, log_probabilities
-    from lineate.generation.graphed import GraphedDecoder
     from lineate.generation.sampling import Generation, choose, generate, stream_text
 else:
-    __getattr__, __dir__ = first_use(
+    _find, __dir__ = first_use(
         __name__,
         {
             "choice": ("Sampling", "choose_tokens", "log_probabilities"),
-            "graphed": ("GraphedDecoder",),
             "sampling": ("Generation", "choose", "generate", "stream_text"),
         },
-    )  # fmt: skip
+    )
+
+    def __getattr__(name: str) -> Any:
+        if name != "GraphedDecoder":
+            return _find(name)
+        message = (
+            "lineate.generation.GraphedDecoder is now lineate.decoding.Decoder; the old name will be removed in 0.3.0"
+        )
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        from lineate.decoding import Decoder
+
+        return Decoder
+
 
 __all__ = [
     "Generation",
-    "GraphedDecoder",
     "Sampling",
     "choose",
     "choose_tokens",

@@ -227,11 +227,14 @@ class Conversation:
                     first = time.perf_counter()
                     assert made.state is not None
                     self._kept.append(Kept(prompt, tuple(ids), made.state))
-                if pushed == len(shown) and made.state is not None:  # no stop string had begun before this token
-                    points = {len(made.tokens[0]) - 1: made.state}
+                all_shown = pushed == len(shown)
                 pushed += len(piece)
                 safe, met = stops.push(piece)
                 shown += safe
+                if pushed == len(shown):
+                    points = {}
+                elif all_shown and made.state is not None:  # a stop string may begin in this token
+                    points = {len(made.tokens[0]) - 1: made.state}
                 yield safe
                 if met is not None:
                     return

@@ -8,17 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.decoding import Decoder
 from lineate.generation.choice import Sampling, check_sampling, choose_tokens
 from lineate.generation.defaults import SamplingFlags
 from lineate.layers import Memory
 from lineate.models import HybridLM, ModelState
 from lineate.models.checks import check_ids, check_mask, check_state
 
+FEWEST_DECODED, MOST_ROOM = 8, 256
+"""A decoder is prepared for at least as many tokens, and has room for as many at first."""
+
 Prompts = Tensor | Sequence[Tensor | Sequence[int]]
 """Token ids `b t`, or one sequence of ids a row, of any lengths."""
 
 
-class Decoder(Protocol):
+class Detokenizer(Protocol):
     """The part of a tokenizer that stream_text needs."""
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -167,6 +171,12 @@ class Generation(Iterator[Tensor]):
         """An earlier state that nobody else has: its memory is used for the next one."""
         self._shown = state is not None
         """Whether somebody else may have the state."""
+        self._decoder: Decoder | None = None
+        """What reads the tokens after the prompt, where C computes the model; `_state` is then what it began with."""
+        self._reads = 0
+        """How many of its calls this has used."""
+        self._decodes = True
+        """Whether a decoder may be prepared for these rows; it is asked once."""
         self._ended: dict[int, ModelState] = {}
         self._seen: list[dict[int, int] | None] = [None] * rows
         for n, own in enumerate(sampling):
@@ -192,11 +202,16 @@ class Generation(Iterator[Tensor]):
     def state(self) -> ModelState | None:
         """What the model has read of every row: all but its last token. None before the first token."""
         self._shown = True
+        now = self._now()
         if not self._ended:
-            return self._state
+            return now
         going = {n: i for i, n in enumerate(self._going)}
-        states = [self._ended[n] if n in self._ended else _row(self._state, going[n]) for n in range(len(self.tokens))]
+        states = [self._ended[n] if n in self._ended else _row(now, going[n]) for n in range(len(self.tokens))]
         return ModelState.join(states)
+
+    def _now(self) -> ModelState | None:
+        """Return the state of the rows that go on."""
+        return self._state if self._decoder is None else self._decoder.state_before(self._reads)
 
     def run(self) -> list[list[int]]:
         """Generate up to the end, and return the new tokens of each row, its stop token included."""
@@ -213,15 +228,17 @@ class Generation(Iterator[Tensor]):
             raise StopIteration
         going, device = self._going, self.last.device
         with torch.no_grad():
-            state = self._state if self._spare is None else _over(self._state, self._spare)
-            out = self._model(self._next, state, self._bounds, last_only=True)
-            logits = out.logits[:, -1] if self._bounds is None else out.logits[0]
-            lengths = out.state.lengths
+            logits, read = self._read()
+            lengths = self._lengths if read is None else read.lengths
             at = torch.full((len(going),), lengths, device=device) if isinstance(lengths, int) else lengths
             tokens = choose_tokens(logits, [self._sampling[n] for n in going], at, [self._seen[n] for n in going])
-        chosen = tokens.tolist()  # waits for a GPU: an interrupt here leaves everything as it was
-        self._spare, self._shown = (None if self._shown else self._state), False
-        self._state, self._bounds, self._left = out.state, None, self._left - 1
+        chosen = tokens.tolist()  # waits for a GPU: an interrupt here leaves everything unchanged
+        if read is None:
+            self._reads += 1
+        else:
+            self._spare, self._shown = (None if self._shown else self._state), False
+            self._state = read
+        self._bounds, self._left = None, self._left - 1
         for n, token in zip(going, chosen, strict=True):
             self.tokens[n].append(token)
             if (seen := self._seen[n]) is not None:
@@ -233,9 +250,36 @@ class Generation(Iterator[Tensor]):
         self._next = tokens[:, None]
         return self.last
 
+    def _read(self) -> tuple[Tensor, ModelState | None]:
+        """Read the next tokens; return the logits of the last of each row, and the state unless the decoder has it."""
+        if self._decoder is None and self._state is not None and self._bounds is None and self._decodes:
+            self._prepare(self._state)
+        if self._decoder is not None:
+            logits = self._decoder.repeat(self._reads)
+            return (self._decoder(self._next) if logits is None else logits)[:, -1], None
+        state = self._state if self._spare is None else _over(self._state, self._spare)
+        out = self._model(self._next, state, self._bounds, last_only=True)
+        return out.logits[:, -1] if self._bounds is None else out.logits[0], out.state
+
+    def _prepare(self, state: ModelState) -> None:
+        """Let a decoder read from now on, if C computes the model and enough tokens are left."""
+        self._decodes = False  # asked once for these rows
+        if self._left < FEWEST_DECODED or not self._next.is_cpu or self._next.shape[1] != 1:
+            return
+        decoder = Decoder(self._model, state, min(self._left, MOST_ROOM))
+        if decoder.computes_all:
+            self._decoder, self._reads, self._spare = decoder, 0, None
+
+    @property
+    def _lengths(self) -> int | Tensor:
+        """The tokens of each row with the one that the decoder has read."""
+        assert self._state is not None
+        return self._state.lengths + self._reads + 1
+
     def _drop(self, stopped: list[bool], tokens: Tensor) -> Tensor:
         """Keep the states of rows that have stopped, and return the tokens of those that go on."""
         self._spare = None  # it has other rows
+        self._state, self._decoder, self._decodes = self._now(), None, True
         for i, n in enumerate(self._going):
             if stopped[i]:
                 self._ended[n] = _row(self._state, i)
@@ -326,7 +370,7 @@ def _prompt(ids: Tensor | Sequence[int], row: int) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
 
-def stream_text(tokenizer: Decoder, tokens: Iterable[int]) -> Iterator[str]:
+def stream_text(tokenizer: Detokenizer, tokens: Iterable[int]) -> Iterator[str]:
     """Yield text as tokens arrive, held back while a character is incomplete.
 
     Args:

@@ -7,24 +7,23 @@ of native/step.c that stay; `bind` adds the addresses of a call's states.
 """
 
 import ctypes
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.layers.attention import GatedAttention
-from lineate.layers.bare import KNOWN, are_unchanged, runs_own_forward
 from lineate.layers.convolution import ShortConvolution
 from lineate.layers.feed import SwiGLU
 from lineate.layers.linear import GatedDeltaNet, KimiDeltaAttention
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.layers.rope import frequencies
 from lineate.layers.state import CacheInPlace, LayerState, Memory, TokenCache
+from lineate.layers.supported_modules import KNOWN, are_unchanged, runs_own_forward
 from lineate.native import product as products
 from lineate.native import step as native
 from lineate.native.build import available
@@ -42,14 +41,6 @@ class _Unfit(Exception):
     """Raised inside for a part that has no step in C."""
 
 
-class _Bound(NamedTuple):
-    """Tensors of a cache that a part was bound to, where they were, and the words of the part that say so."""
-
-    tensors: "tuple[ref[Tensor], ...]"
-    addresses: tuple[int, ...]
-    words: bytes
-
-
 @dataclass(frozen=True)
 class Recorded:
     """A part of a step, and what it was read from.
@@ -58,13 +49,11 @@ class Recorded:
         part: The words that stay.
         mixer: The mixer whose states are bound to it; None for others.
         modules: All modules, whose parts and parameters must still be there.
-        bound: The last caches that were bound to the part, by the id of their first tensor and their rows.
     """
 
     part: Part
     mixer: nn.Module | None
     modules: tuple[nn.Module, ...]
-    bound: dict[tuple[int, int], _Bound] = field(default_factory=dict)
 
     @property
     def memory_names(self) -> tuple[str, ...]:
@@ -159,35 +148,6 @@ def bind(part: Part, recorded: Recorded, state: LayerState, shared: dict[Hashabl
     return _bind_cache(part, recorded, state, shared) if part.kind == native.ATTENTION else None
 
 
-MOST_BOUND = 4
-"""How many states are remembered; generating goes back and forth between two."""
-
-
-_CACHE, _CACHE_BYTES = Part.keys.offset, Part.lengths.offset - Part.keys.offset
-"""Where the words of a cache begin in a part, and how many bytes they are."""
-
-
-def _bind_again(part: Part, recorded: Recorded, tensors: Sequence[Tensor], rows: int) -> bool:
-    """Set the words of a cache in a part as for these tensors before; whether they are the same, unmoved."""
-    found = recorded.bound.get((id(tensors[0]), rows))
-    if found is None or len(found.tensors) != len(tensors):
-        return False
-    for x, known, address in zip(tensors, found.tensors, found.addresses, strict=True):
-        if known() is not x or x.data_ptr() != address:
-            return False
-    ctypes.memmove(ctypes.addressof(part) + _CACHE, found.words, _CACHE_BYTES)
-    return True
-
-
-def _remember(part: Part, recorded: Recorded, tensors: Sequence[Tensor], rows: int) -> None:
-    """Keep the words of a cache of a part that was bound to these tensors."""
-    if len(recorded.bound) >= MOST_BOUND:
-        recorded.bound.clear()
-    words = ctypes.string_at(ctypes.addressof(part) + _CACHE, _CACHE_BYTES)
-    addresses = tuple(x.data_ptr() for x in tensors)
-    recorded.bound[id(tensors[0]), rows] = _Bound(tuple(map(ref, tensors)), addresses, words)
-
-
 def _bind_memory(part: Part, state: Memory, shared: dict[Hashable, Any]) -> Memory | None:
     rows, heads, given = shared["rows"], part.heads * part.shared, state.tensors
     memory = given.get("memory")
@@ -226,20 +186,17 @@ def _spare(state: Memory, name: str, dims: int) -> Tensor | None:
 
 def _bind_cache(part: Part, recorded: Recorded, state: TokenCache, shared: dict[Hashable, Any]) -> TokenCache | None:
     rows, size = shared["rows"], (part.kv_heads, part.head_dim)
-    if state.rows != rows:
-        return None
     given, lengths, new, kept = state.tensors, state.lengths, state, state
-    if tuple(given) != ("keys", "values"):
+    if state.rows != rows or tuple(given) != ("keys", "values"):
         return None
-    known = _bind_again(part, recorded, list(given.values()), rows)
-    if not known and any(x.dtype is not torch.float32 for x in given.values()):
+    if any(x.dtype is not torch.float32 for x in given.values()):
         return None
     if isinstance(state, CacheInPlace):
         if state.t != 1:
             return None
         new = state.appended()
     else:
-        if not known and any(given[name].shape[2:] != size for name in ("keys", "values")):
+        if any(x.shape[2:] != size for x in given.values()):
             return None
         longer = state.extended(1)
         if longer is None:
@@ -248,13 +205,11 @@ def _bind_cache(part: Part, recorded: Recorded, state: TokenCache, shared: dict[
                 place = shared["place"] = torch.zeros(rows, 1, *size, dtype=torch.float32, device="cpu")
             longer = state.append({"keys": place, "values": place})
         new = kept = longer
-    if not known or kept.tensors is not given:
-        keys, values = kept.tensors["keys"], kept.tensors["values"]
-        if keys.shape[2:] != size or values.shape[2:] != size or not (_is_dense(keys, 2) and _is_dense(values, 2)):
-            return None
-        part.keys, part.keys_row, part.keys_token = keys.data_ptr(), keys.stride(0), keys.stride(1)
-        part.values, part.values_row, part.values_token = values.data_ptr(), values.stride(0), values.stride(1)
-        _remember(part, recorded, list(kept.tensors.values()), rows)
+    keys, values = kept.tensors["keys"], kept.tensors["values"]
+    if keys.shape[2:] != size or values.shape[2:] != size or not (_is_dense(keys, 2) and _is_dense(values, 2)):
+        return None
+    part.keys, part.keys_row, part.keys_token = keys.data_ptr(), keys.stride(0), keys.stride(1)
+    part.values, part.values_row, part.values_token = values.data_ptr(), values.stride(0), values.stride(1)
     part.lengths = _shared_lengths(lengths, rows, shared)
     if part.rotary:
         assert isinstance(recorded.mixer, GatedAttention)
@@ -297,6 +252,20 @@ def _shared_turns(
         shared[key] = (both[0].data_ptr() + at, both[1].data_ptr() + at), both, lengths
     found: tuple[int, int] = shared[key][0]
     return found
+
+
+def turn_on(shared: dict[Hashable, Any]) -> None:
+    """Compute the cosines and sines of lengths that have changed in place, where a bound step reads them.
+
+    Args:
+        shared: The same as in `bind`, which got caches whose lengths are a tensor.
+    """
+    for what, found in shared.items():
+        if isinstance(what, tuple) and what[0] == "turns":
+            _, (cos, sin), lengths = found
+            angles = lengths[:, None].to(torch.float32) * _frequencies(what[1], what[2])
+            cos.copy_(elementwise(torch.cos, angles))
+            sin.copy_(elementwise(torch.sin, angles))
 
 
 @lru_cache(16)

@@ -17,7 +17,6 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.call import Options, Slots
 from lineate.layers.attention import GatedAttention, reads_own_length
-from lineate.layers.bare import KNOWN, runs_own_forward
 from lineate.layers.entry import check_call
 from lineate.layers.feed import SwiGLU, glu
 from lineate.layers.gpu import coded, kernels_for, overlaps, uncoded
@@ -26,6 +25,7 @@ from lineate.layers.mixer import LinearMixer
 from lineate.layers.norm import RMSNorm
 from lineate.layers.rope import frequencies
 from lineate.layers.state import CacheInPlace, LayerState, Memory
+from lineate.layers.supported_modules import KNOWN, runs_own_forward
 from lineate.quantised import SmallWeight
 from lineate.torch_ops.tracing import PLAIN_TENSORS, is_eager
 

@@ -27,7 +27,7 @@ from lineate.models.sampling_defaults import SamplingDefaults
 from lineate.models.scaling import make_embedding, make_last_norm
 from lineate.models.sharding import SharedEmbedding, gather_logits, rank_config, set_ranks, vocabulary_range
 from lineate.models.state import ModelState
-from lineate.models.stepping import Ends, step, step_tokens
+from lineate.models.stepping import Ends, NativeSteps
 from lineate.models.trail import ModelTrail, TrailOutput
 from lineate.native.low_precision_matmul import linear
 from lineate.parallel.context.segments import Bounds, Context, Segment
@@ -113,6 +113,7 @@ class HybridLM(nn.Module):
         self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, own.vocab_size, bias=False)
         self.prediction = PredictionHead(own) if config.prediction else None
         """Predicts tokens after the next (models/prediction.py), if the checkpoint has the weights."""
+        self._steps = NativeSteps()
         if ranks is not None:
             set_ranks(self, ranks)
         if self.embed.weight.device.type != "meta":
@@ -212,15 +213,26 @@ class HybridLM(nn.Module):
 
     def _step(self, input_ids: Tensor, state: ModelState | None) -> LMOutput | None:
         """Run one token of every row in C; None where that cannot be done, or arguments are wrong."""
-        if not isinstance(state, ModelState) or not isinstance(input_ids, Tensor) or type(self) is not HybridLM:
+        if not isinstance(state, ModelState) or not isinstance(input_ids, Tensor) or not self.is_plain:
             return None
-        if self.context is not None or self.ranks is not None or not _METHODS.isdisjoint(self.__dict__):
-            return None
-        if self.embed.num_embeddings != self.config.vocab_size:
-            return None
-        ends = Ends(self.embed, self.norm, self.head)
-        stepped = step_tokens(ends, self.layers, input_ids, state.layers)
+        stepped = self._steps.read_tokens(self.ends, self.layers, input_ids, state.layers)
         return None if stepped is None else LMOutput(stepped[0], ModelState(tuple(stepped[1]), state.lengths + 1), None)
+
+    @property
+    def ends(self) -> Ends:
+        """The modules around the blocks."""
+        return Ends(self.embed, self.norm, self.head)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether forward runs as it is written here, on one device: no subclass, no method set on the model."""
+        return (
+            type(self) is HybridLM
+            and self.context is None
+            and self.ranks is None
+            and _METHODS.isdisjoint(self.__dict__)
+            and self.embed.num_embeddings == self.config.vocab_size
+        )
 
     def loss_sum(
         self, input_ids: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, continues: bool | None = None
@@ -260,7 +272,7 @@ class HybridLM(nn.Module):
     ) -> tuple[Tensor, ModelState]:
         """Return the input of the head, from embeddings x `b t hidden`."""
         if state is not None and cu_seqlens is None and x.shape[1] == 1 and x.is_cpu:
-            stepped = step(self.layers, x, state.layers)
+            stepped = self._steps.read(self.ends, self.layers, x, state.layers)
             if stepped is not None:
                 return self.norm(stepped[0]), ModelState(tuple(stepped[1]), state.lengths + 1)
         new = []

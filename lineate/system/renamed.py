@@ -13,7 +13,7 @@ MOVED = {
     ("", "console"): "options terminal names hints extras",
     ("", "torch_ops"): "chunk_op registrar opaque tracing precision flops zeros elementwise dtypes",
     ("", "native"): "half:low_precision_matmul",
-    ("", "ops"): "fused:raw_gates decoding slot_checks rounding",
+    ("", "ops"): "fused:raw_gates slot_checks rounding",
     ("forms", "ops"): "softmax",
     ("", "forms"): "sequences stability",
     ("small", "quantised"): "format weight product expanded which",
@@ -22,6 +22,7 @@ MOVED = {
     ("layers", "parallel.tensor"): "ranks shards",
     ("", "parallel.job"): "processes",
     ("generation", "parallel.job"): "link",
+    ("generation", "decoding"): "graphed:decoder in_place capturing",
     ("layers", "layers.costs"): "attention_costs:attention learning_costs:learning linear_costs:linear measuring",
     (
         "serving",

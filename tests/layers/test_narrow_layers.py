@@ -6,7 +6,7 @@ from serving_models import CONFIG, VOCAB, model, prompt
 from small_models import random_model
 from torch import Tensor
 
-from lineate.generation.graphed import GraphedDecoder
+from lineate.decoding.decoder import Decoder
 from lineate.layers import (
     DeltaNet,
     GatedDeltaNet,
@@ -174,7 +174,7 @@ def test_the_decoder_continues_in_bfloat16(pattern, rounding):
     """The decoder's steps are those of the model; positions are the seeds."""
     lm = model(pattern)
     wide = read(lm)
-    decoder = GraphedDecoder(lm, wide, room=8, state_dtype="bfloat16", state_rounding=rounding)
+    decoder = Decoder(lm, wide, room=8, state_dtype="bfloat16", state_rounding=rounding)
     state = lm.convert_state(wide, "bfloat16")
     generator = torch.Generator().manual_seed(2)
     for i in range(6):
@@ -191,7 +191,7 @@ def test_the_decoder_continues_in_bfloat16(pattern, rounding):
             assert got[name].dtype == expected[name].dtype
             torch.testing.assert_close(got[name], expected[name], rtol=2e-2, atol=1e-3)
     with pytest.raises(ValueError, match=r"^state_rounding='stochastic' needs state_dtype='bfloat16'"):
-        GraphedDecoder(lm, wide, room=8, state_rounding="stochastic")
+        Decoder(lm, wide, room=8, state_rounding="stochastic")
 
 
 @pytest.mark.parametrize("pattern", ["GGGA", "LRDG", "SSA"])

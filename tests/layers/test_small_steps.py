@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lineate.generation import GraphedDecoder
+from lineate.decoding import Decoder
 from lineate.layers import MixtureOfExperts
 from lineate.models import AttentionConfig, ExpertsConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig
 from lineate.quantised import SmallWeight, quantize
@@ -58,8 +58,8 @@ def test_steps_in_a_graph_equal_those_on_a_cpu(case, form, rows):
     wide = make_small(HybridLM(CASES[case]).eval(), form)
     model = copy.deepcopy(wide).to("cuda", torch.bfloat16)
     ids = torch.randint(VOCAB, (rows, 9))
-    decoder = GraphedDecoder(model, model(ids.cuda(), last_only=True).state, room=64)
-    plain = GraphedDecoder(model, model(ids.cuda(), last_only=True).state, room=64, graph=False)
+    decoder = Decoder(model, model(ids.cuda(), last_only=True).state, room=64)
+    plain = Decoder(model, model(ids.cuda(), last_only=True).state, room=64, graph=False)
     assert decoder.captured
     state = wide(ids).state
     # In a graph every pair of a token and an expert is a product of its own; outside, many are joined by their expert.
@@ -80,7 +80,7 @@ def test_a_step_has_the_same_bits_every_time(form):
     model = make_small(HybridLM(CASES["dense"]).eval(), form).to("cuda", torch.bfloat16)
     ids = torch.randint(VOCAB, (5, 9), device="cuda")
     state, token = model(ids, last_only=True).state, ids[:, -1:]
-    first = [GraphedDecoder(model, state, room=64)(token) for _ in range(3)]
+    first = [Decoder(model, state, room=64)(token) for _ in range(3)]
     assert torch.equal(first[0], first[1]) and torch.equal(first[0], first[2])
 
 

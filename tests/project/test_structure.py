@@ -26,6 +26,7 @@ LEVELS = (
     ("explore", "tasks", "planning", "training", "learn", "recognise"),
     ("web", "integrations", "generation", "figures"),
     ("text",),
+    ("decoding",),
     ("models",),
     ("layers",),
     ("parallel", "memory", "quantised"),

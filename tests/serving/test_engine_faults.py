@@ -6,7 +6,7 @@ import pytest
 import torch
 from serving_models import SPACING, alone, model, prompt
 
-from lineate.generation import in_place
+from lineate.decoding import in_place
 from lineate.generation.choice import Sampling, choose_tokens
 from lineate.serving.cache.cache import StateCache
 from lineate.serving.engine.engine import Engine

@@ -9,7 +9,7 @@ import pytest
 import torch
 from serving_models import PATTERNS, SPACING, VOCAB, model, prompt
 
-from lineate.generation import in_place
+from lineate.decoding import in_place
 from lineate.generation.choice import Draws, Sampling, adjusted, choose_tokens
 from lineate.models import HybridLM
 from lineate.serving.cache.cache import StateCache

@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from lineate.generation import in_place
-from lineate.generation.in_place import (
+from lineate.decoding import in_place
+from lineate.decoding.in_place import (
     Graph,
     Tensors,
     capture,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lineate.generation.in_place import round_up
+from lineate.decoding.in_place import round_up
 from lineate.models import HybridLM
 from lineate.serving.engine.pool import ROW_NUMBERS, Pool
 

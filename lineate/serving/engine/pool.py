@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lineate.decoding.in_place import read_in_place, round_up, state_in_place
+from lineate.decoding.prepared import PreparedStep
 from lineate.generation.drawing import on_device
-from lineate.generation.in_place import read_in_place, round_up, state_in_place
 from lineate.layers import LayerState, Memory, TensorSpec, TokenCache
 from lineate.layers.attention import WINDOW
 from lineate.layers.formats import AS_COMPUTED, StateFormat
@@ -32,9 +33,10 @@ class Pool:
         state = pool.row(row)                        # a copy
         moved = pool.leave(row)                      # the row that is `row` now, or None
 
-    On a CPU, a layer returns its new memory, which replaces the old one, so memories have only the running rows. On a
-    GPU all tensors stay at their addresses, and a step is a CUDA graph, one for each number of rows (rounded up to a
-    power of two) and window of the caches.
+    On a CPU, memories have only the running rows, and what C computes of the model is read from it when the pool is
+    made or cleared: until then only values may be written into its weights. On a GPU all tensors stay at their
+    addresses, and a step is a CUDA graph, one for each number of rows (rounded up to a power of two) and window of the
+    caches.
 
     Args:
         model: The model, in eval mode; the states have the dtypes of its state_spec.
@@ -58,7 +60,7 @@ class Pool:
         self.lengths: list[int] = []
         """The tokens that each running row has read."""
         self.hidden: Tensor | None = None
-        """What the model's head has read in the last step or trail, `rows t hidden`."""
+        """The input of the model's head in the last step or trail, `rows t hidden`; None after a step wholly in C."""
         self._grows = model.device.type != "cuda"  # memories have only the running rows
         self._steps: GraphedSteps | None = None
         self._graphed = True  # until a step cannot be recorded
@@ -83,6 +85,8 @@ class Pool:
         self._lengths = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self._used = [0] * rows  # how many cached entries of each row may differ from 0, beyond its length
         self._trail: tuple[ModelTrail, ModelState] | GraphedSteps | None = None  # what accepts it
+        self._prepared = PreparedStep.of(self.model, self.model.prediction is not None) if self._grows else None
+        self._window = 0  # of the caches that the prepared step is bound to
         if not self._grows:
             self._steps = self._new_steps()
 
@@ -169,6 +173,7 @@ class Pool:
                 f"got {rows} and {capacity}"
             )
         self._free_steps()
+        self._unbind()
         if not running:
             self._memories = self._caches = {}  # freed before the new ones are allocated
             self._allocate(rows, capacity)
@@ -203,6 +208,7 @@ class Pool:
             count: How many rows begin from it.
         """
         self._check_settled()
+        self._unbind()
         n, row = int(state.lengths), len(self)
         if state.rows != 1:
             raise ValueError(f"state must have one row, got {state.rows}; join them one after another")
@@ -240,6 +246,7 @@ class Pool:
             row: A running row.
         """
         self._check_settled()
+        self._unbind()
         self._check_row(row)
         self._note_used()
         last = len(self) - 1
@@ -321,7 +328,7 @@ class Pool:
         self._check_room(len(ids), 1)
         tokens = (ids if isinstance(ids, Tensor) else on_device(ids, torch.int64, self.device))[:, None]
         logits, hidden = self._read(tokens) if self._steps is None else self._steps.step(tokens, max(self.lengths))
-        self.hidden = hidden[: len(self)]
+        self.hidden = None if hidden is None else hidden[: len(self)]
         self.lengths = [n + 1 for n in self.lengths]
         return logits[: len(self), 0]
 
@@ -356,6 +363,7 @@ class Pool:
         """
         if self._trail is None:
             raise RuntimeError("there are no tokens to accept; call trail first")
+        self._unbind()
         taken = torch.tensor(counts, dtype=torch.int64).to(self.device)
         trail, self._trail = self._trail, None
         if isinstance(trail, GraphedSteps):
@@ -394,14 +402,30 @@ class Pool:
                 "allows; resize the pool"
             )
 
-    def _read(self, ids: Tensor) -> tuple[Tensor, ...]:
-        """Read ids `rows 1` on a CPU: the new memories replace the old ones."""
+    def _read(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Read ids `rows 1` on a CPU."""
+        if self._prepared is not None and self._bind(self._prepared) and self._prepared.accepts(ids):
+            return self._prepared.read(ids)
         state = self._state_in_place(1)
         read = read_in_place(self.model, ids, state, (False, torch.bfloat16))
         for n in self._memories:
             self._memories[n] = dict(read.state.layers[n].tensors)
         self._lengths[: len(ids)] += 1
         return read.logits, read.hidden
+
+    def _bind(self, prepared: PreparedStep) -> bool:
+        """Bind the prepared step to the tensors of the running rows, unless it is; return whether C can use them."""
+        window = self._windowed(1)
+        if not prepared.is_bound or window != self._window:
+            rows, self._window = len(self), window
+            _, caches = self._tensors.first(rows)
+            prepared.bind(self._memories, caches, window, self._lengths[:rows], self.format)
+        return prepared.is_bound
+
+    def _unbind(self) -> None:
+        """Note that tensors move."""
+        if self._prepared is not None:
+            self._prepared.unbind()
 
     def _read_trail(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Read ids `rows t`, without a graph; return logits and hidden."""
@@ -414,8 +438,11 @@ class Pool:
         """Return the state of the running rows, whose next call reads t tokens."""
         rows = len(self)
         memories, caches = self._tensors.first(rows)
-        window = min(self.capacity, round_up(max(self.lengths) + t, WINDOW))
-        return state_in_place(memories, caches, window, self._lengths[:rows], t, self.format)
+        return state_in_place(memories, caches, self._windowed(t), self._lengths[:rows], t, self.format)
+
+    def _windowed(self, t: int) -> int:
+        """Return how many entries of the caches attention reads on a CPU, with t new tokens."""
+        return min(self.capacity, round_up(max(self.lengths) + t, WINDOW))
 
     def _check_settled(self) -> None:
         if self._trail is not None:

@@ -1,4 +1,4 @@
-"""GraphedDecoder: the steps of model(ids, state=...) in place; on a CPU without the graph, on a GPU with it."""
+"""Decoder: the steps of model(ids, state=...) in place; on a CPU without the graph, on a GPU with it."""
 
 import copy
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 from small_models import random_model, variants
 from torch import Tensor
 
-from lineate.generation import GraphedDecoder, in_place
+from lineate.decoding import Decoder, in_place
 from lineate.layers import Memory, MixtureOfExperts, TokenCache
 from lineate.models import (
     AttentionConfig,
@@ -65,7 +65,7 @@ def continue_eagerly(model: HybridLM, state: ModelState, ids: Tensor) -> tuple[T
     return torch.cat(logits, 1), state
 
 
-def continue_with(decoder: GraphedDecoder, ids: Tensor) -> Tensor:
+def continue_with(decoder: Decoder, ids: Tensor) -> Tensor:
     return torch.cat([decoder(ids[:, t : t + 1]) for t in range(ids.shape[1])], 1)
 
 
@@ -97,7 +97,7 @@ def test_equals_eager_decoding(case, lengths, monkeypatch):
     monkeypatch.setattr(in_place, "WINDOW_STEP", 8)
     model = make(case)
     state, ids = read(model, lengths), draw(len(lengths), 40, seed=1)
-    decoder = GraphedDecoder(model, state, room=5)
+    decoder = Decoder(model, state, room=5)
     expected, final = continue_eagerly(model, state, ids)
     torch.testing.assert_close(continue_with(decoder, ids), expected, rtol=1e-5, atol=1e-5)
     same_state(decoder.state, final, 1e-4)
@@ -109,7 +109,7 @@ def test_equals_eager_decoding_in_float64(lengths):
     model = make("LRDGKAM").double()
     state, ids = read(model, lengths), draw(len(lengths), 20, seed=1)
     expected, final = continue_eagerly(model, state, ids)
-    decoder = GraphedDecoder(model, state, room=5)
+    decoder = Decoder(model, state, room=5)
     torch.testing.assert_close(continue_with(decoder, ids), expected, rtol=1e-9, atol=1e-10)
     same_state(decoder.state, final, 1e-8)
 
@@ -121,7 +121,7 @@ def test_states_are_values(case):
     model, ids = make(case), draw(3, 12, seed=1)
     state = read(model, (3, 41, 1))
     before = copy.deepcopy(state)
-    decoder = GraphedDecoder(model, state, room=64)
+    decoder = Decoder(model, state, room=64)
     same_state(decoder.state, state, 0)
     expected = continue_with(decoder, ids[:, :6])
     half = decoder.state
@@ -130,9 +130,9 @@ def test_states_are_values(case):
     for a, b in zip(tensors_of(half) + tensors_of(state), tensors_of(kept) + tensors_of(before), strict=True):
         assert torch.equal(a, b)
     torch.testing.assert_close(continue_eagerly(model, half, ids[:, 6:])[0], rest, rtol=1e-5, atol=1e-5)
-    again = GraphedDecoder(model, half, room=64)
+    again = Decoder(model, half, room=64)
     assert torch.equal(continue_with(again, ids[:, 6:]), rest)
-    assert torch.equal(continue_with(GraphedDecoder(model, state, room=64), ids[:, :6]), expected)
+    assert torch.equal(continue_with(Decoder(model, state, room=64), ids[:, :6]), expected)
 
 
 @torch.no_grad()
@@ -171,7 +171,7 @@ def test_trying_out_changes_nothing():
 def test_two_decoders_of_one_model():
     model, ids = make("LRDGKAM"), draw(2, 10, seed=1)
     states = [read(model, (20,)), read(model, (7,))]
-    decoders = [GraphedDecoder(model, state, room=16) for state in states]
+    decoders = [Decoder(model, state, room=16) for state in states]
     found = [[decoder(ids[n : n + 1, t : t + 1]) for n, decoder in enumerate(decoders)] for t in range(10)]
     for n, state in enumerate(states):
         expected, _ = continue_eagerly(model, state, ids[n : n + 1])
@@ -185,7 +185,7 @@ def test_in_and_out_of_inference_mode():
     with torch.no_grad():
         expected, _ = continue_eagerly(model, read(model, (20,)), ids)
     with torch.inference_mode():
-        decoder = GraphedDecoder(model, read(model, (20,)), room=2)
+        decoder = Decoder(model, read(model, (20,)), room=2)
         first = decoder(ids[:, :1])
     second = decoder(ids[:, 1:2])
     with torch.inference_mode():
@@ -194,7 +194,7 @@ def test_in_and_out_of_inference_mode():
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         state = read(model, (20,))
-        decoder = GraphedDecoder(model, state, room=2)
+        decoder = Decoder(model, state, room=2)
         expected = model(ids[:, :1], state=state).logits
     torch.testing.assert_close(decoder(ids[:, :1]), expected, rtol=5e-2, atol=5e-2)
 
@@ -203,13 +203,13 @@ def test_errors_come_before_any_work():
     model = make("GGGA")
     state = read(model, (5, 5))
     with pytest.raises(TypeError, match="state must be a ModelState, got NoneType; pass LMOutput"):
-        GraphedDecoder(model, None, room=4)
+        Decoder(model, None, room=4)
     for room in (0, True, 2.5):
         with pytest.raises(ValueError, match="room must be an int of at least 1"):
-            GraphedDecoder(model, state, room=room)
+            Decoder(model, state, room=room)
     with pytest.raises(ValueError, match="it is another model's"):
-        GraphedDecoder(make("LRDGKAM"), state, room=4)
-    decoder = GraphedDecoder(model, state, room=4)
+        Decoder(make("LRDGKAM"), state, room=4)
+    decoder = Decoder(model, state, room=4)
     for ids, message in (
         (draw(2, 3), r"ids must have shape \(b, 1\) = \(2, 1\), got \(2, 3\)"),
         (draw(1, 1), r"ids must have shape \(b, 1\) = \(2, 1\), got \(1, 1\)"),
@@ -222,7 +222,7 @@ def test_errors_come_before_any_work():
     model = make("attention alone")
     state = read(model, (5, 5))
     with pytest.raises(ValueError, match=r"state\['keys'\] must be float64, got float32"):
-        GraphedDecoder(model.double(), state, room=4)(draw(2, 1))
+        Decoder(model.double(), state, room=4)(draw(2, 1))
 
 
 @pytest.mark.parametrize("n", [1, 5])
@@ -260,7 +260,7 @@ def test_graph_equals_eager_decoding(case, lengths, dtype, monkeypatch):
     model = make(case).cuda().to(dtype)
     state, ids = read(model, lengths), draw(len(lengths), 40, seed=1).cuda()
     before = copy.deepcopy(state)
-    decoder = GraphedDecoder(model, state, room=24)
+    decoder = Decoder(model, state, room=24)
     assert decoder.captured
     expected, final = continue_eagerly(model, state, ids)
     found = continue_with(decoder, ids)
@@ -286,7 +286,7 @@ def test_a_capture_changes_no_bits(case, dtype):
     """The steps equal the same steps launched one by one."""
     model = make(case).cuda().to(dtype)
     state, ids = read(model, (3, 41, 1)), draw(3, 40, seed=1).cuda()
-    decoder, plain = (GraphedDecoder(model, state, room=64, graph=graph) for graph in (True, False))
+    decoder, plain = (Decoder(model, state, room=64, graph=graph) for graph in (True, False))
     assert decoder.captured and not plain.captured
     assert torch.equal(continue_with(decoder, ids), continue_with(plain, ids))
     for a, b in zip(tensors_of(decoder.state), tensors_of(plain.state), strict=True):
@@ -297,7 +297,7 @@ def test_a_capture_changes_no_bits(case, dtype):
 @torch.no_grad()
 def test_memory_does_not_grow():
     model, ids = make("LRDGKAM").cuda(), draw(2, 1).cuda()
-    decoder = GraphedDecoder(model, read(model, (20, 20)), room=128)
+    decoder = Decoder(model, read(model, (20, 20)), room=128)
     decoder(ids)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -310,8 +310,8 @@ def test_memory_does_not_grow():
 @torch.no_grad()
 def test_steps_do_not_wait_for_the_device():
     model, ids = make("KKKM, experts").cuda(), draw(3, 1).cuda()
-    decoder = GraphedDecoder(model, read(model, (3, 41, 1)), room=64)
-    plain = GraphedDecoder(model, read(model, (3, 41, 1)), room=64, graph=False)
+    decoder = Decoder(model, read(model, (3, 41, 1)), room=64)
+    plain = Decoder(model, read(model, (3, 41, 1)), room=64, graph=False)
     plain(ids)
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -327,7 +327,7 @@ def test_steps_do_not_wait_for_the_device():
 def test_two_graphs_of_one_model():
     model, ids = make("LRDGKAM").cuda(), draw(2, 40, seed=1).cuda()
     states = [read(model, (20,)), read(model, (7,))]
-    decoders = [GraphedDecoder(model, state, room=64) for state in states]
+    decoders = [Decoder(model, state, room=64) for state in states]
     found = [[decoder(ids[n : n + 1, t : t + 1]) for n, decoder in enumerate(decoders)] for t in range(40)]
     for n, state in enumerate(states):
         expected, _ = continue_eagerly(model, state, ids[n : n + 1])
@@ -340,6 +340,6 @@ def test_graph_in_inference_mode_and_autocast():
     with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
         state = read(model, (20,))
         expected, _ = continue_eagerly(model, state, ids)
-        decoder = GraphedDecoder(model, state, room=8)
+        decoder = Decoder(model, state, room=8)
     torch.empty(2**24, device="cuda").fill_(torch.nan)  # overwrites memory that autocast's cache has freed
     assert relative(continue_with(decoder, ids), expected) < 5e-2

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lineate.generation.capturing import CAPTURES, capture_stream, captured
+from lineate.decoding.capturing import CAPTURES, capture_stream, captured
 from lineate.layers import LayerState, Memory
 from lineate.layers.formats import AS_COMPUTED, StateFormat
 from lineate.layers.gpu import overlapping
@@ -41,18 +41,32 @@ def state_in_place(
     """
     seeds = format.seeds(lengths)
     layers: dict[int, LayerState] = {n: Memory(own, owned=True, seeds=seeds) for n, own in memories.items()}
-    if caches:  # what all layers share is computed once
-        both, shared = (lengths, lengths + new), dict[Hashable, Any]()
-        layers |= {n: CacheInPlace(own, window, new, both, shared) for n, own in caches.items()}
+    if caches:
+        layers |= caches_in_place(caches, window, new, (lengths, lengths + new), {})
     return ModelState(tuple(layers[n] for n in range(len(layers))), 0)
 
 
+def caches_in_place(
+    caches: Tensors, window: int, new: int, lengths: tuple[Tensor, Tensor], shared: dict[Hashable, Any]
+) -> dict[int, LayerState]:
+    """Return the caches of state_in_place.
+
+    Args:
+        caches: Tensors `rows capacity ...` by layer and name.
+        window: How many entries attention reads.
+        new: How many tokens the next call adds to every row.
+        lengths: The tokens that each row has, `rows`, before and after the call.
+        shared: Where the layers keep what they compute alike, in one call.
+    """
+    return {n: CacheInPlace(own, window, new, lengths, shared) for n, own in caches.items()}
+
+
 class Read(NamedTuple):
-    """What a step returns.
+    """The result of a step.
 
     Args:
         logits: `rows 1 vocab`.
-        hidden: What the head has read, `rows 1 hidden`.
+        hidden: The input of the head, `rows 1 hidden`.
         state: A state that has the new memories.
     """
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lineate.generation.in_place import capture, read_in_place, state_in_place
+from lineate.decoding.in_place import capture, read_in_place, state_in_place
 from lineate.layers import TokenCache
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig, ModelState
 

@@ -1,76 +1,48 @@
-"""Decoding in a CUDA graph: the kernel launches of a step are recorded once, and one call replays them.
+"""Decoding in place: memories, caches and lengths are updated where they are, on a GPU by replaying a CUDA graph.
 
 A decoding step of a small model makes a few hundred launches, each of which takes the host longer than the device. A
-graph replays them without the host, at the same addresses. So memories and caches are updated in place, and the lengths
-stay on the device.
+graph replays them without the host, at the same addresses. So the lengths stay on the device, too.
 """
 
 import torch
 from torch import Tensor
 
-from lineate.checks import check_flag
-from lineate.generation import in_place
-from lineate.generation.in_place import Graph, capture, read_in_place, round_up, state_in_place, write_back
+from lineate.decoding import in_place
+from lineate.decoding.in_place import Graph, capture, read_in_place, round_up, state_in_place, write_back
+from lineate.decoding.prepared import PreparedStep
 from lineate.layers import Memory, TokenCache
 from lineate.layers.formats import StateFormat
-from lineate.models.checks import check_ids, check_state
 from lineate.models.hybrid import HybridLM
 from lineate.models.state import ModelState
-from lineate.ops.rounding import NEAREST
 
 
-class GraphedDecoder:
-    """Decode one token of every row with each call; on a GPU in a CUDA graph.
-
-        out = model(prompt, last_only=True)
-        decoder = GraphedDecoder(model, out.state, room=512)
-        logits = decoder(ids)                       # b 1 -> b 1 vocab; nothing waits for the device
-        state = decoder.state                       # a ModelState, to continue in any other way
-
-    The logits equal those of model(ids, state=...). Ids on a GPU are not checked. On a CPU the same steps run without a
-    graph.
-
-    The model's weights must stay at their addresses; new values written in place take effect. Decoders that run at the
-    same time must use one CUDA stream, since torch's matrix products share their workspace.
+class DecodingInPlace:
+    """The states of a decoder that are updated in place.
 
     Args:
         model: The model.
-        state: The state to continue from, such as LMOutput.state of a prefill; it is not changed.
-        room: How many more tokens to allocate memory for. When they are used up, room doubles, the caches are copied
-            and the graph is captured again.
-        graph: Whether a GPU replays a graph; False launches the kernels of every step one by one, as for debugging.
-        state_dtype: "bfloat16" keeps memories in half the bytes, where a layer's can be; None: as the state has them.
-        state_rounding: How bfloat16 memories are rounded: "nearest", or "stochastic" with positions as seeds.
+        state: The state to continue from; it is copied.
+        room: How many more tokens to allocate memory for; it doubles when they are used up.
+        format: How the memories are kept.
+        autocast: Whether autocast is enabled, and its dtype.
+        graph: Whether a GPU replays a graph.
+        prepared: The step of a model of which C computes a part.
+        reads: How many tokens were read before.
     """
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def __init__(
         self,
         model: HybridLM,
         state: ModelState,
         room: int,
-        *,
-        graph: bool = True,
-        state_dtype: str | torch.dtype | None = None,
-        state_rounding: str = NEAREST,
+        format: StateFormat,
+        autocast: tuple[bool, torch.dtype],
+        graph: bool,
+        prepared: PreparedStep | None,
+        reads: int,
     ) -> None:
-        if not isinstance(state, ModelState):
-            raise TypeError(f"state must be a ModelState, got {type(state).__name__}; pass LMOutput.state of a prefill")
-        check_state(state, model.layers, state.rows)
-        if isinstance(room, bool) or not isinstance(room, int) or room < 1:
-            raise ValueError(f"room must be an int of at least 1, the tokens to make room for, got {room!r}")
-        check_flag("graph", graph)
-        if model.context is not None:
-            raise ValueError("model must not be under context parallelism to decode; use a copy on one device")
-        self._format = StateFormat.of(state_dtype, state_rounding)
-        if state_dtype is not None:
-            state = model.convert_state(state, state_dtype)
-        self.model, self.rows = model, state.rows
+        self.model, self.rows, self.reads, self._format, self._autocast = model, state.rows, reads, format, autocast
         device = model.device
-        # Keep the weights alive even if the model is deleted: the graph reads them at their addresses.
-        self._weights = [x.detach() for x in (*model.parameters(), *model.buffers())]
-        self._autocast = (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
         self._even = isinstance(state.lengths, int)
         self._longest = int(state.lengths if isinstance(state.lengths, int) else state.lengths.max())
         self._room = room
@@ -91,25 +63,19 @@ class GraphedDecoder:
                 self._caches[n] = {name: layer[name][:, : self._longest].to(device) for name in layer.names}
         self._capacity = self._window = 0
         self._graph: Graph | None = None
+        self._prepared = prepared
         self._widen()
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Read one token of every row.
-
-        Args:
-            ids: Tokens `b 1`.
-
-        Returns:
-            Logits `b 1 vocab` in a new tensor, which later calls do not overwrite.
-        """
-        check_ids(ids, self.model.config.vocab_size)
-        if ids.shape != (self.rows, 1):
-            raise ValueError(f"ids must have shape (b, 1) = {(self.rows, 1)}, got {tuple(ids.shape)}")
+    def read(self, ids: Tensor) -> Tensor:
+        """Return the logits `rows 1 vocab` of ids `rows 1`, which are good."""
         if self._caches and self._longest == self._window:
             self._widen()
-        self._ids.copy_(ids)
-        (logits,) = self._step() if self._graph is None else self._graph.replay()
-        self._longest += 1
+        if self._prepared is not None and self._prepared.is_bound and self._prepared.accepts(ids):
+            logits, _ = self._prepared.read(ids)
+        else:
+            self._ids.copy_(ids)
+            (logits,) = self._step() if self._graph is None else self._graph.replay()
+        self._longest, self.reads = self._longest + 1, self.reads + 1
         return logits
 
     @property
@@ -117,9 +83,8 @@ class GraphedDecoder:
         """Whether the next call replays a CUDA graph."""
         return self._graph is not None
 
-    @property
     def state(self) -> ModelState:
-        """The state after the last call, as a copy that later calls do not change."""
+        """Return a copy of the state after the last read."""
         lengths = self._longest if self._even else self._lengths.clone()
         layers: list[Memory | TokenCache] = []
         for n in range(len(self.model.layers)):
@@ -143,7 +108,7 @@ class GraphedDecoder:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _widen(self) -> None:
-        """Widen the window that attention reads by at least one token, allocate memory if needed, and capture again."""
+        """Widen the window that attention reads by at least one token, allocate memory if needed, and prepare again."""
         self._graph = None  # frees the memory of the old graph
         needed = self._longest + 1
         if needed > self._capacity:
@@ -160,3 +125,5 @@ class GraphedDecoder:
             # Caches need not be put back after a trial run: steps only write after the last token.
             changing = [self._lengths, *(x for memory in self._memories.values() for x in memory.values())]
             self._graph = capture(self._step, changing, self._ids.device)
+        if self._prepared is not None:
+            self._prepared.bind(self._memories, self._caches, self._window, self._lengths, self._format)

@@ -12,8 +12,8 @@ import torch
 from serving_models import VOCAB, model, prompt
 from torch import Tensor
 
-from lineate.generation import GraphedDecoder, capturing
-from lineate.generation.in_place import capture
+from lineate.decoding import Decoder, capturing
+from lineate.decoding.in_place import capture
 from lineate.models import HybridLM
 from lineate.serving.engine.pool import Pool
 
@@ -272,7 +272,7 @@ def test_a_pool_whose_steps_cannot_be_recorded():
     lm, learner = placed("GA"), placed("TPNC")
     ids = torch.tensor([prompt(7)], device=CUDA)
     state = lm(ids, last_only=True).state
-    decoder, plain = (GraphedDecoder(lm, state, room=64, graph=graph) for graph in (True, False))
+    decoder, plain = (Decoder(lm, state, room=64, graph=graph) for graph in (True, False))
     pool = Pool(learner, 2, 128)
     pool.join(learner(ids, last_only=True).state)
     pool.step([1])

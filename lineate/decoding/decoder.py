@@ -1,0 +1,161 @@
+"""Decode one token of every row with each call, by a step that is prepared once.
+
+On a CPU where C computes the model, its parts are read from the model once and bound to the states (native.py).
+Elsewhere memories, caches and lengths are updated in place, on a GPU by a CUDA graph (graphed.py).
+"""
+
+import torch
+from torch import Tensor
+
+from lineate.checks import check_flag
+from lineate.decoding.graphed import DecodingInPlace
+from lineate.decoding.native import NativeDecoding
+from lineate.decoding.prepared import PreparedStep, Verified
+from lineate.layers.formats import StateFormat
+from lineate.models.checks import check_ids, check_state
+from lineate.models.hybrid import HybridLM
+from lineate.models.state import ModelState
+from lineate.ops.rounding import NEAREST
+
+
+class Decoder:
+    """Decode one token of every row with each call: in C on a CPU, in a CUDA graph on a GPU.
+
+        out = model(prompt, last_only=True)
+        decoder = Decoder(model, out.state, room=512)
+        logits = decoder(ids)                       # b 1 -> b 1 vocab; nothing waits for a GPU
+        state = decoder.state                       # a ModelState, to continue in any other way
+
+    The logits equal those of model(ids, state=...), on a CPU to the bit where C computes the model. Ids on a GPU are
+    not checked.
+
+    A decoder assumes that the model stays unchanged: its modules, their settings and hooks, and the addresses of its
+    weights. New values that are written into the weights take effect. After any other change, call `refresh()`; with
+    debug=True every call checks the assumption and raises. Decoders that run at the same time on a GPU must use one
+    CUDA stream, since torch's matrix products share their workspace.
+
+    Args:
+        model: The model.
+        state: The state to continue from, such as LMOutput.state of a prefill; it is not changed.
+        room: How many more tokens to allocate memory for. When they are used up, room doubles, the caches are copied
+            and the step is prepared again.
+        graph: Whether a GPU replays a graph; False launches the kernels of every step one by one, as for debugging.
+        state_dtype: "bfloat16" keeps memories in half the bytes, where a layer's can be; None: as the state has them.
+        state_rounding: How bfloat16 memories are rounded: "nearest", or "stochastic" with positions as seeds.
+        debug: Whether every call checks that the model is as it was prepared, and raises if it is not.
+    """
+
+    def __init__(
+        self,
+        model: HybridLM,
+        state: ModelState,
+        room: int,
+        *,
+        graph: bool = True,
+        state_dtype: str | torch.dtype | None = None,
+        state_rounding: str = NEAREST,
+        debug: bool = False,
+    ) -> None:
+        if not isinstance(state, ModelState):
+            raise TypeError(f"state must be a ModelState, got {type(state).__name__}; pass LMOutput.state of a prefill")
+        check_state(state, model.layers, state.rows)
+        if isinstance(room, bool) or not isinstance(room, int) or room < 1:
+            raise ValueError(f"room must be an int of at least 1, the tokens to make room for, got {room!r}")
+        check_flag("graph", graph)
+        check_flag("debug", debug)
+        if model.context is not None:
+            raise ValueError("model must not be under context parallelism to decode; use a copy on one device")
+        self._format = StateFormat.of(state_dtype, state_rounding)
+        if state_dtype is not None:
+            state = model.convert_state(state, state_dtype)
+        self.model, self.rows = model, state.rows
+        self._room, self._graph, self._debug = room, graph, debug
+        device = model.device.type
+        self._autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        self._prepare(state, 0)
+
+    def refresh(self) -> None:
+        """Prepare the step again, after the model was changed: read its modules, bind the states, record the graph."""
+        self._prepare(self.state, self.reads)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _prepare(self, state: ModelState, reads: int) -> None:
+        # Keep the weights alive even if the model is deleted: the step reads them at their addresses.
+        self._weights = [x.detach() for x in (*self.model.parameters(), *self.model.buffers())]
+        self._verified = Verified(self.model) if self._debug else None
+        step = PreparedStep.of(self.model)
+        self._steps: NativeDecoding | DecodingInPlace
+        if step is not None and step.computes_all:
+            native = NativeDecoding(step.plan, state, self._room, self._format, reads)
+            if native.fits:
+                self._steps = native
+                return
+        self._steps = DecodingInPlace(
+            self.model, state, self._room, self._format, self._autocast, self._graph, step, reads
+        )
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Read one token of every row. Where C computes the model, a call that raises changes nothing.
+
+        Args:
+            ids: Tokens `b 1`.
+
+        Returns:
+            Logits `b 1 vocab` in a new tensor, which later calls do not overwrite.
+        """
+        if self._verified is not None:
+            self._verified.check()
+        if isinstance(self._steps, NativeDecoding):
+            return self._read(self._steps, ids)
+        self._check(ids)
+        return self._steps.read(ids)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _read(self, steps: NativeDecoding, ids: Tensor) -> Tensor:
+        if steps.is_full:
+            self._room *= 2
+            steps = self._steps = steps.grown(self._room)
+        logits = steps.read(ids) if steps.accepts(ids) else None
+        if logits is None:  # ids of another dtype, or wrong ones
+            self._check(ids)
+            logits = steps.read(ids.to("cpu", torch.int64))
+        assert logits is not None
+        return logits
+
+    def _check(self, ids: Tensor) -> None:
+        check_ids(ids, self.model.config.vocab_size)
+        if ids.shape != (self.rows, 1):
+            raise ValueError(f"ids must have shape (b, 1) = {(self.rows, 1)}, got {tuple(ids.shape)}")
+
+    @property
+    def captured(self) -> bool:
+        """Whether the next call replays a CUDA graph."""
+        return isinstance(self._steps, DecodingInPlace) and self._steps.captured
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether C computes the logits from the ids, so that no module is called."""
+        return isinstance(self._steps, NativeDecoding)
+
+    @property
+    def reads(self) -> int:
+        """How many tokens of every row were read."""
+        return self._steps.reads
+
+    @property
+    def state(self) -> ModelState:
+        """The state after the last call, as a copy that later calls do not change."""
+        return self._steps.state()
+
+    def repeat(self, reads: int) -> Tensor | None:
+        """Return the logits of the last call if it was one more than `reads`; else None, and the next call is that one.
+
+        So a caller that was interrupted between a call and what it does with the logits goes on without reading twice.
+        """
+        return self._steps.done[1] if isinstance(self._steps, NativeDecoding) and self.reads > reads else None
+
+    def state_before(self, reads: int) -> ModelState:
+        """Return the state after `reads` calls: all of them or, where C computes the model, all but the last."""
+        return self._steps.state(reads) if isinstance(self._steps, NativeDecoding) else self._steps.state()

@@ -1,0 +1,117 @@
+"""generate through a Decoder: the tokens and states of model(ids, state=...) to the bit, also when interrupted."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lineate.generation import generate, sampling
+from lineate.layers.configs import AttentionConfig, LinearConfig
+from lineate.models import HybridConfig, HybridLM, ModelState
+from lineate.models.config import FeedConfig
+from lineate.native.build import why_not
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason="no C compiler")
+VOCAB = 61
+
+
+@pytest.fixture(scope="module")
+def model() -> HybridLM:
+    torch.manual_seed(0)
+    return HybridLM(
+        HybridConfig(
+            vocab_size=VOCAB, hidden_size=64, n_layers=4, pattern="GGKA",
+            linear=LinearConfig(heads=2, value_heads=4, key_dim=32, value_dim=32),
+            attention=AttentionConfig(heads=4, kv_heads=2, head_dim=32, rotary_dim=16), feed=FeedConfig(size=96),
+        )
+    ).eval()  # fmt: skip
+
+
+def same(one: ModelState | None, other: ModelState | None) -> bool:
+    assert one is not None and other is not None
+    pairs = [(x[name], y[name]) for x, y in zip(one.layers, other.layers, strict=True) for name in x.names]
+    return torch.equal(torch.as_tensor(one.lengths), torch.as_tensor(other.lengths)) and all(
+        torch.equal(x, y) for x, y in pairs
+    )
+
+
+def without_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "FEWEST_DECODED", 10**9)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"ids": [[1, 2, 3, 4]], "temperature": 0},
+    "one token": {"ids": [[5]]},
+    "drawn": {"ids": [[1, 2, 3, 4]], "temperature": 1.3, "top_p": 0.9, "repetition_penalty": 1.2},
+    "rows": {"ids": [[1, 2, 3], [7, 8, 9], [4, 5, 6]], "seed": [0, 1, 2]},
+    "uneven rows that stop": {"ids": [[1], [7, 8, 9, 2, 3], [4, 5]], "seed": [3, 4, 5], "stop": range(0, VOCAB, 9)},
+    "more than the room": {"ids": [[3, 1]], "max_new_tokens": 150},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_and_states_are_those_of_the_model(case: str, model: HybridLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "MOST_ROOM", 16)
+    given = {"max_new_tokens": 40, "temperature": 1.0, "stop": (), **CASES[case]}
+    made = generate(model, **given)
+    states = []
+    for n, _ in enumerate(made):
+        states += [made.state] if n in (0, 3, 20) else []
+    used = made._decoder is not None or case.endswith("stop")
+    without_decoder(monkeypatch)
+    plain = generate(model, **given)
+    wanted = []
+    for n, _ in enumerate(plain):
+        wanted += [plain.state] if n in (0, 3, 20) else []
+    assert used and plain._decoder is None
+    assert made.tokens == plain.tokens and same(made.state, plain.state)
+    assert all(same(x, y) for x, y in zip(states, wanted, strict=True))
+
+
+def test_a_continued_state_is_not_changed(model: HybridLM) -> None:
+    with torch.no_grad():
+        state = model(torch.tensor([[1, 2, 3]]), last_only=True).state
+    before = [{name: x[name].clone() for name in x.names} for x in state.layers]
+    runs = [generate(model, [[4]], 20, state=state, stop=(), temperature=0).run() for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert all(torch.equal(x[name], old[name]) for x, old in zip(state.layers, before, strict=True) for name in old)
+
+
+@pytest.mark.parametrize("where", ["before C", "after C", "while choosing"])
+def test_an_interrupted_call_is_repeated(where: str, model: HybridLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"ids": [[1, 2, 3]], "max_new_tokens": 30, "temperature": 1.0, "stop": ()}
+    wanted = generate(model, **given)
+    states = [wanted.state for _ in wanted]
+    made, calls = generate(model, **given), iter(range(10**6))
+    own_run, own_choose = sampling.Decoder._read, sampling.choose_tokens
+
+    def read(*args: Any) -> Tensor:
+        n = next(calls)
+        if where == "before C" and n % 5 == 2:
+            raise KeyboardInterrupt
+        logits = own_run(*args)
+        if where == "after C" and n % 5 == 2:
+            raise KeyboardInterrupt
+        return logits
+
+    def choose(*args: Any) -> Tensor:
+        if where == "while choosing" and next(calls) % 5 == 2:
+            raise KeyboardInterrupt
+        return own_choose(*args)
+
+    monkeypatch.setattr(sampling.Decoder, "_read", read)
+    monkeypatch.setattr(sampling, "choose_tokens", choose)
+    interruptions = 0
+    while True:
+        try:
+            token = next(made, None)
+        except KeyboardInterrupt:
+            interruptions += 1
+            count = len(made.tokens[0])
+            assert same(made.state, states[count - 1]) if count else True
+            continue
+        if token is None:
+            break
+        assert same(made.state, states[len(made.tokens[0]) - 1])
+    assert interruptions > 3 and made.tokens == wanted.tokens
