@@ -75,6 +75,12 @@ class LinearMixer(nn.Module):
     """The upper bound of beta if it is made from a raw logit: beta lies in (0, beta_scale)."""
     gate_lower_bound: float | None = None
     """The lower bound of log_decay if it is made from a raw gate: log_decay lies in (gate_lower_bound, 0)."""
+    feature_map: str = "identity"
+    """What q and k go through in linear attention."""
+    step_least: float = 0.0
+    """The smallest step of Mamba-2."""
+    step_most: float | None = None
+    """The largest step of Mamba-2; None: there is no bound."""
     narrows: ClassVar[bool] = True
     """Whether the memory may be kept in bfloat16 between tokens."""
     context: Context | None = None

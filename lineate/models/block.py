@@ -117,8 +117,9 @@ class Block(nn.Module):
 
     @property
     def in_steps(self) -> bool:
-        """Whether the block is x + mixer(norm(x)), then x + feed(norm(x)), for a whole mixer of lineate's own."""
-        return self._in_steps and self._checked is None and self.ranks is None
+        """Whether the block is x + mixer(norm(x)), then x + feed(norm(x)) if it has one, for lineate's own mixers."""
+        bare = not self.norm_after and self.residual_scale == 1
+        return bare and self._checked is None and self.ranks is None
 
     def run_mixer(self, x: Tensor, state: LayerState | None) -> tuple[Tensor, LayerState]:
         """Return x + mixer(norm(x)) and the new state, for a block with steps."""

@@ -197,7 +197,8 @@ def _record(blocks: Blocks, ends: Ends | None) -> _Plan:
     for n, block in enumerate(blocks if bare else ()):
         assert isinstance(block, Block)
         halves.append(_Half(n, True, record_mixer(block.mixer_norm, block.mixer)))
-        halves.append(_Half(n, False, record_feed(block.feed_norm, block.feed)))
+        if block.feed is not None:
+            halves.append(_Half(n, False, record_feed(block.feed_norm, block.feed)))
     whole = halves and all(half.recorded is not None for half in halves)
     head = None if ends is None or not whole else record_head(*ends)
     if head is not None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lineate.generation.graphed import GraphedDecoder
 from lineate.layers import Memory
-from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig
+from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, MambaConfig, MemoryConfig
 from lineate.layers.linear import GatedDeltaNet
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.models import HybridConfig, HybridLM
@@ -41,7 +41,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Kimi": ("KKKA", {}),
     "Kimi, full rank": ("KA", {"linear": {"decay_rank": 0, "gate_rank": 0}}),
     "Kimi, bounded decay": ("KA", {"linear": {"gate_lower_bound": -5.0, "gate_bias": True}}),
-    "between other mixers": ("GDKA", {}),
+    "delta rule": ("DDA", {}),
+    "delta rule, beta to 2, odd sizes": ("DA", {"linear": {"beta_scale": 2.0, "key_dim": 20, "value_dim": 7}}),
+    "delta rule, no convolution, no gate": ("DA", {"linear": {"conv_size": 0, "gate_activation": "none"}}),
+    "gated linear": ("RRA", {}),
+    "gated linear, odd sizes": ("RA", {"linear": {"key_dim": 20, "value_dim": 70, "decay_rank": 5}}),
+    "linear": ("LLA", {}),
+    "linear, odd sizes": ("LA", {"linear": {"key_dim": 20, "value_dim": 7, "gate_activation": "sigmoid"}}),
+    "linear, values of 127": ("LA", {"linear": {"value_dim": 127, "conv_size": 0}}),
+    "linear, no feature map": ("LA", {"linear": {"feature_map": "identity"}}),
+    "Mamba-2": ("SSA", {}),
+    "Mamba-2, groups": ("SSA", {"mamba": {"groups": 2, "norm_groups": 4}}),
+    "Mamba-2, gate last": ("SA", {"mamba": {"gate_first": False, "bias": True, "conv_bias": False}}),
+    "Mamba-2, bounded steps": ("SA", {"mamba": {"step_least": 0.02, "step_most": 0.05}}),
+    "Mamba-2, odd sizes": ("SA", {"mamba": {"head_dim": 10, "state_dim": 33, "conv_size": 3}}),
+    "Mamba-2, no feed-forward": ("SSS", {"mixer_only": (0, 2)}),
+    "all": ("GDKLRSA", {}),
+    "between other mixers": ("GEKA", {}),
     "experts": ("GA", {"experts": ExpertsConfig(count=4, active=2, size=32)}),
     "latent attention": ("KM", {}),
 }
@@ -52,11 +68,14 @@ def make(name: str) -> HybridLM:
     torch.manual_seed(0)
     linear = LinearConfig(**{**LINEAR, **changes.get("linear", {})})
     attention = AttentionConfig(**{**ATTENTION, **changes.get("attention", {})})
+    mamba = MambaConfig(**{"heads": 6, "head_dim": 16, "state_dim": 32, **changes.get("mamba", {})})
     latent = LatentConfig(heads=2, rank=32, nope_dim=16, value_dim=16, rope_dim=8) if "M" in pattern else None
     model = HybridLM(
         HybridConfig(
             vocab_size=VOCAB, hidden_size=64, n_layers=len(pattern), pattern=pattern, linear=linear,
             attention=attention if "A" in pattern else None, latent=latent, feed=FeedConfig(size=96),
+            mamba=mamba if "S" in pattern else None, memory=MemoryConfig(2, 16) if "E" in pattern else None,
+            mixer_only=changes.get("mixer_only", ()),
             experts=changes.get("experts"), zero_centred_norm=changes.get("zero_centred_norm", False),
         )
     ).eval()  # fmt: skip
@@ -119,7 +138,7 @@ def test_steps_are_those_of_the_layers(name: str, rows: int, ragged: bool) -> No
     assert not torch.equal(made, wanted)  # the two ways round differently: C has run
 
 
-@pytest.mark.parametrize("name", ["gated delta rule", "Kimi"])
+@pytest.mark.parametrize("name", ["gated delta rule", "Kimi", "all"])
 @pytest.mark.parametrize("form", ["bfloat16", "float16", "int8", "int4", "fp8"])
 def test_small_weights(name: str, form: str) -> None:
     model = make(name)
@@ -136,8 +155,9 @@ def test_small_weights(name: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [5, min(43, MOST_ROWS)])
-def test_a_row_has_the_same_bits_in_any_company_and_threads(rows: int) -> None:
-    model = make("gated delta rule")
+@pytest.mark.parametrize("name", ["gated delta rule", "all", "Mamba-2, groups", "Mamba-2, gate last"])
+def test_a_row_has_the_same_bits_in_any_company_and_threads(name: str, rows: int) -> None:
+    model = make(name)
     state, ids = read(model, rows), tokens(rows, 12)
     whole, _ = decode(model, state, ids)
     for row in range(0, rows, 1 + rows // 8):
@@ -148,6 +168,8 @@ def test_a_row_has_the_same_bits_in_any_company_and_threads(rows: int) -> None:
         for n in (1, 2, 3):
             torch.set_num_threads(n)
             assert torch.equal(decode(model, state, ids)[0], whole)
+            alone, _ = decode(model, state.select(torch.tensor([0])), ids[:1])
+            assert torch.equal(alone[0], whole[0])
     finally:
         torch.set_num_threads(threads)
 
