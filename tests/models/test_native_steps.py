@@ -138,6 +138,47 @@ def test_steps_are_those_of_the_layers(name: str, rows: int, ragged: bool) -> No
     assert not torch.equal(made, wanted)  # the two ways round differently: C has run
 
 
+@pytest.mark.parametrize("name", ["delta rule", "gated linear", "Mamba-2", "Mamba-2, odd sizes"])
+def test_memories_in_bfloat16(name: str) -> None:
+    model = make(name)
+    given, ids = read(model, 3), tokens(3, 6)
+    narrow = [
+        Memory({key: y.bfloat16() if key == "memory" else y for key, y in x.tensors.items()})
+        if "memory" in x.names
+        else x
+        for x in given.layers
+    ]
+    state = ModelState(tuple(narrow), given.lengths)
+    made, after = decode(model, state, ids)
+    with in_torch():
+        wanted, _ = decode(model, state, ids)
+    assert after.layers[0]["memory"].dtype is torch.bfloat16
+    assert close(made, wanted, 2e-2) and not torch.equal(made, wanted)  # a memory may be rounded the other way
+
+
+def test_a_memory_of_sums_is_never_kept_in_bfloat16() -> None:
+    model = make("linear")
+    given = read(model, 1)
+    first = Memory({key: y.bfloat16() if key == "memory" else y for key, y in given.layers[0].tensors.items()})
+    with pytest.raises(ValueError, match="must be float32, got bfloat16"):
+        decode(model, ModelState((first, *given.layers[1:]), given.lengths), tokens(1, 1))
+
+
+@pytest.mark.parametrize("name", ["linear", "gated linear", "Mamba-2, groups"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_in_its_row(name: str, value: float) -> None:
+    model = make(name)
+    state, ids = read(model, 3), tokens(3, 2)
+    clean, _ = decode(model, state, ids)
+    memory = state.layers[0]["memory"]
+    memory[1, :, 3, 2] = value
+    made, _ = decode(model, state, ids)
+    with in_torch():
+        wanted, _ = decode(model, state, ids)
+    assert torch.equal(made.isfinite(), wanted.isfinite()) and not made[1].isfinite().any()
+    assert torch.equal(made[::2], clean[::2])
+
+
 @pytest.mark.parametrize("name", ["gated delta rule", "Kimi", "all"])
 @pytest.mark.parametrize("form", ["bfloat16", "float16", "int8", "int4", "fp8"])
 def test_small_weights(name: str, form: str) -> None:
@@ -210,9 +251,10 @@ def test_a_state_is_not_changed_and_forks() -> None:
         assert all(torch.equal(one[name], kept[name]) for name in one.names)
 
 
+@pytest.mark.parametrize("name", ["gated delta rule", "all"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_steps_between_two_states_and_tensors_that_move(rows: int) -> None:
-    model = make("gated delta rule")
+def test_steps_between_two_states_and_tensors_that_move(rows: int, name: str) -> None:
+    model = make(name)
     state, ids = read(model, rows), tokens(rows, 12)
     made, _ = decode(model, state, ids)
     spare, logits = None, []
@@ -232,8 +274,9 @@ def test_steps_between_two_states_and_tensors_that_move(rows: int) -> None:
     assert torch.equal(torch.cat(logits, 1), made)
 
 
-def test_a_decoder_in_place_has_the_same_bits() -> None:
-    model = make("gated delta rule")
+@pytest.mark.parametrize("name", ["gated delta rule", "all", "Mamba-2, no feed-forward"])
+def test_a_decoder_in_place_has_the_same_bits(name: str) -> None:
+    model = make(name)
     state, ids = read(model, 3, ragged=True), tokens(3, 80)
     wanted, after = decode(model, state, ids)
     decoder = GraphedDecoder(model, state, room=8)
