@@ -91,8 +91,9 @@ def main() -> None:
         for weights in given.weights
     ]
     busy = others.cores() or 0.0
+    sizes = f"{given.layers} layers, hidden {given.hidden}, {given.rows} rows"
     show(
-        f"{cpu_model()}, {torch.get_num_threads()} threads, {given.layers} layers, hidden {given.hidden}, {busy:.1f} cores busy",
+        f"{cpu_model()}, {torch.get_num_threads()} threads, {sizes}; others keep {busy:.1f} cores busy",
         ["mixer", "weights", "step ms", "called ms", "ratio", "difference"],
         [
             [
