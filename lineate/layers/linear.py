@@ -16,11 +16,12 @@ from lineate.layers.costs import linear as costs
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.projection import project
 from lineate.layers.registry import Look, MixerKind, register
+from lineate.layers.step_spec import StepSpec
 from lineate.ops import Attended, divide_by_last, linear_attention, with_ones
 from lineate.parallel.context.carry import run_rule
 from lineate.parallel.context.segments import Bounds, Segment
 from lineate.parallel.tensor.shards import Shard, share_out
-from lineate.rule import compute_dtype
+from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, compute_dtype
 from lineate.torch_ops.elementwise import elementwise
 
 
@@ -102,6 +103,7 @@ class GatedLinearAttention(LinearMixer):
 
     gates = ("decay_rank", "values")
     options = ("decay_rank",)
+    temperature = 16.0
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class GatedLinearAttention(LinearMixer):
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
         decay = project(self.decay_proj, gates[0]).unflatten(-1, (self.value_heads, self.key_dim))
-        return Inputs(q, k, v, elementwise(F.logsigmoid, decay.to(compute_dtype(decay.dtype))) / 16)
+        return Inputs(q, k, v, elementwise(F.logsigmoid, decay.to(compute_dtype(decay.dtype))) / self.temperature)
 
 
 class DeltaNet(LinearMixer):
@@ -335,7 +337,7 @@ LINEAR_SHARD = Shard(_divide, lambda mixer: mixer.cuts())
 
 def _register(
     letter: str, name: str, label: str, short: str, mixer: type[LinearMixer], cost: costs.LinearCosts, look: Look,
-    short_label: str | None = None,
+    step: StepSpec, short_label: str | None = None,
 ) -> MixerKind:  # fmt: skip
     return register(
         MixerKind(
@@ -352,6 +354,7 @@ def _register(
             trace=mixer.trace,
             look=look,
             shard=LINEAR_SHARD,
+            step=step,
         )
     )
 
@@ -359,20 +362,35 @@ def _register(
 LINEAR_KIND = _register(
     "L", "linear_attention", "linear attention", "linear", LinearAttention, costs.LINEAR_COSTS,
     Look("#E69F00", "o", "-"),
+    StepSpec(LinearAttention, LINEAR, ("gate",), features="map", divides=True),
 )  # fmt: skip
 GATED_LINEAR_KIND = _register(
     "R", "gated_linear_attention", "gated linear attention", "gla", GatedLinearAttention,
-    costs.GATED_LINEAR_COSTS, Look("#56B4E9", "s", "--"), "gated linear",
+    costs.GATED_LINEAR_COSTS, Look("#56B4E9", "s", "--"),
+    StepSpec(
+        GatedLinearAttention, GATED_LINEAR, ("decay", "gate"), decay="channel", decay_gate="sigmoid",
+        temperature=GatedLinearAttention.temperature, low_rank=("decay",),
+    ),
+    "gated linear",
 )  # fmt: skip
 DELTA_KIND = _register(
     "D", "delta_rule", "DeltaNet", "deltanet", DeltaNet, costs.DELTA_COSTS, Look("#009E73", "^", "-."),
+    StepSpec(DeltaNet, DELTA, ("gate", "write"), features="unit"),
 )  # fmt: skip
 GATED_DELTA_KIND = _register(
     "G", "gated_delta_rule", "Gated DeltaNet", "gdn", GatedDeltaNet, costs.GATED_DELTA_COSTS,
     Look("#CC79A7", "D", ":"),
+    StepSpec(
+        GatedDeltaNet, GATED_DELTA, ("gate", "write", "decay"), features="unit", decay="head", decay_gate="speed",
+    ),
 )  # fmt: skip
 KIMI_DELTA_KIND = _register(
     "K", "kimi_delta_attention", "Kimi Delta Attention", "kda",
     KimiDeltaAttention, costs.KIMI_DELTA_COSTS,
-    Look("#D55E00", "*", (0, (6, 1, 1, 1, 1, 1))), "Kimi Delta",
+    Look("#D55E00", "*", (0, (6, 1, 1, 1, 1, 1))),
+    StepSpec(
+        KimiDeltaAttention, KIMI_DELTA, ("decay", "gate", "write"), features="unit", decay="channel",
+        decay_gate="speed", low_rank=("decay", "gate"),
+    ),
+    "Kimi Delta",
 )  # fmt: skip

@@ -22,11 +22,12 @@ from lineate.layers.costs.linear import LinearCosts, values_of
 from lineate.layers.linear import init_decay
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.registry import Look, MixerKind, ModelSizes, Operations, register
+from lineate.layers.step_spec import StepSpec
 from lineate.ops import Attended, gated_linear_attention
 from lineate.parallel.context.segments import Bounds
 from lineate.parallel.tensor.ranks import Ranks, rms_norm_over
 from lineate.parallel.tensor.shards import Cut, Part, Shard, share_out
-from lineate.rule import compute_dtype
+from lineate.rule import GATED_LINEAR, compute_dtype
 from lineate.torch_ops.elementwise import elementwise
 
 
@@ -234,5 +235,15 @@ MAMBA2 = register(
         look=Look("#117733", "p", (0, (4, 1, 1, 1))),
         rule="gated_linear_attention",
         shard=Shard(_divide, Mamba2.cuts),
+        step=StepSpec(
+            Mamba2,
+            GATED_LINEAR,
+            ("gate", "decay"),
+            decay="head",
+            decay_gate="step",
+            scaled=False,
+            skips=True,
+            grouped=True,
+        ),
     )
 )

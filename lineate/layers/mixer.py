@@ -8,7 +8,7 @@ y = out_proj(norm(o) * act(z))       z: the output gate
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -35,11 +35,31 @@ from lineate.ops.decoding import decode
 from lineate.ops.raw_gates import fused_delta_rule
 from lineate.ops.rounding import NEAREST, STOCHASTIC, round_memory
 from lineate.parallel.context.carry import enter_convolution, run_rule
-from lineate.parallel.context.segments import Bounds, Context, segment_of
+from lineate.parallel.context.segments import Bounds, Context, Segment, segment_of
 from lineate.parallel.tensor.ranks import Ranks
 from lineate.parallel.tensor.shards import Cut, Part, linear_cuts
 from lineate.quantised.weight import SmallWeight
 from lineate.rule import activate, compute_dtype, normalize
+
+
+class Entered(NamedTuple):
+    """What the rule of a mixer reads.
+
+    Args:
+        q: `b t h k`.
+        k: `b t h k`.
+        v: `b t hv v`.
+        gates: what in_proj makes after q | k | v.
+        raw: q | k | v before the convolution, `b t width`.
+        conv: the convolution's last inputs; None: there is none.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: list[Tensor]
+    raw: Tensor
+    conv: Tensor | None
 
 
 class LinearMixer(nn.Module):
@@ -75,6 +95,12 @@ class LinearMixer(nn.Module):
     """The upper bound of beta if it is made from a raw logit: beta lies in (0, beta_scale)."""
     gate_lower_bound: float | None = None
     """The lower bound of log_decay if it is made from a raw gate: log_decay lies in (gate_lower_bound, 0)."""
+    feature_map: str = "identity"
+    """What q and k go through in linear attention."""
+    step_least: float = 0.0
+    """The smallest step of Mamba-2."""
+    step_most: float | None = None
+    """The largest step of Mamba-2; None: there is no bound."""
     narrows: ClassVar[bool] = True
     """Whether the memory may be kept in bfloat16 between tokens."""
     context: Context | None = None
@@ -178,14 +204,8 @@ class LinearMixer(nn.Module):
         """
         check_call(self, x, state, cu_seqlens)
         segment, packed = segment_of(self.context, x, cu_seqlens)
-        mixed, *gates = self.project(x)
-        tensors: dict[str, Tensor] = {}
-        if self.conv is not None:
-            inputs = None if state is None else state["conv"]
-            if segment is not None:
-                mixed, inputs = enter_convolution(segment, mixed, inputs, self.conv.weight.shape[1] - 1)
-            mixed, tensors["conv"] = self.conv(mixed, inputs, packed)
-        q, k, v = self.split_heads(mixed)
+        q, k, v, gates, _, conv = self.enter(x, state, packed, segment)
+        tensors = {} if conv is None else {"conv": conv}
         memory = None if state is None else state["memory"]
         owned = state is not None and state.owned and segment is None  # a segment's rule reads the memory several times
         bounds = packed if segment is None else segment
@@ -197,8 +217,25 @@ class LinearMixer(nn.Module):
             if seeds is not None and x.shape[1] > 1:
                 seeds = seeds + (x.shape[1] - 1)  # those of the last token
             (output, tensors["memory"]), z = self.attend_narrow(q, k, v, gates, memory, bounds, owned, seeds)
+        return self.leave(output, z), Memory(tensors)
+
+    def enter(
+        self, x: Tensor, state: Memory | None = None, packed: Tensor | None = None, segment: Segment | None = None
+    ) -> Entered:
+        """Return what the rule reads of x `b t hidden`: projected, convolved, and cut into heads."""
+        raw, *gates = self.project(x)
+        mixed, conv = raw, None
+        if self.conv is not None:
+            inputs = None if state is None else state["conv"]
+            if segment is not None:
+                mixed, inputs = enter_convolution(segment, mixed, inputs, self.conv.weight.shape[1] - 1)
+            mixed, conv = self.conv(mixed, inputs, packed)
+        return Entered(*self.split_heads(mixed), gates, raw, conv)
+
+    def leave(self, output: Tensor, z: Tensor) -> Tensor:
+        """Return out_proj(norm(output) * act(z)) of the rule's output `b t hv v` and the output gate `b t hv*v`."""
         y = self.norm(output, z.unflatten(-1, (self.value_heads, self.value_dim)))
-        return project_out(self.out_proj, y.flatten(2), self.ranks), Memory(tensors)
+        return project_out(self.out_proj, y.flatten(2), self.ranks)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return in_proj(x), cut into q | k | v and the gates.
@@ -306,11 +343,9 @@ class LinearMixer(nn.Module):
 
     def trace(self, x: Tensor) -> Inputs:
         """Return the inputs of the rule on a sequence x `1 t hidden`: features or unit keys, and activated gates."""
-        mixed, *gates = self.project(x)
-        if self.conv is not None:
-            mixed, _ = self.conv(mixed)
-        q, k, v = (y.to(compute_dtype(y.dtype)) for y in self.split_heads(mixed))
-        inputs = self.rule_inputs(q, k, v, gates)
+        entered = self.enter(x)
+        q, k, v = (y.to(compute_dtype(y.dtype)) for y in entered[:3])
+        inputs = self.rule_inputs(q, k, v, entered.gates)
         log_decay, beta = inputs.log_decay, inputs.beta
         if inputs.A_log is not None:
             log_decay, beta = activate(

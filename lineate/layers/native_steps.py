@@ -7,6 +7,7 @@ of native/step.c that stay; `bind` adds the addresses of a call's states.
 """
 
 import ctypes
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -19,10 +20,13 @@ from torch.nn.modules.module import _has_any_global_hook
 from lineate.layers.attention import GatedAttention
 from lineate.layers.convolution import ShortConvolution
 from lineate.layers.feed import SwiGLU
-from lineate.layers.linear import GatedDeltaNet, KimiDeltaAttention
+from lineate.layers.mamba2 import GroupedGatedNorm
+from lineate.layers.mixer import LinearMixer
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
+from lineate.layers.registry import step_of
 from lineate.layers.rope import frequencies
 from lineate.layers.state import CacheInPlace, LayerState, Memory, TokenCache
+from lineate.layers.step_spec import StepSpec
 from lineate.layers.supported_modules import KNOWN, are_unchanged, runs_own_forward
 from lineate.native import product as products
 from lineate.native import step as native
@@ -86,8 +90,10 @@ def _serves(x: Tensor) -> bool:
 def record_mixer(norm: nn.Module, mixer: nn.Module) -> Recorded | None:
     """Return the part x + mixer(norm(x)), if C computes it."""
     try:
-        if type(mixer) is GatedDeltaNet or type(mixer) is KimiDeltaAttention:
-            part, modules = _rule_part(mixer, _channels(norm))
+        spec = step_of(mixer)
+        if spec is not None:
+            assert isinstance(mixer, LinearMixer)
+            part, modules = _rule_part(mixer, spec, _channels(norm))
         elif type(mixer) is GatedAttention:
             part, modules = _attention_part(mixer, _channels(norm))
         else:
@@ -144,16 +150,17 @@ def bind(part: Part, recorded: Recorded, state: LayerState, shared: dict[Hashabl
         shared: What all parts of a step share; it keeps tensors alive until the step has run.
     """
     if isinstance(state, Memory):
-        return _bind_memory(part, state, shared) if tuple(state.tensors) == recorded.memory_names else None
+        return _bind_memory(part, recorded, state, shared) if tuple(state.tensors) == recorded.memory_names else None
     return _bind_cache(part, recorded, state, shared) if part.kind == native.ATTENTION else None
 
 
-def _bind_memory(part: Part, state: Memory, shared: dict[Hashable, Any]) -> Memory | None:
+def _bind_memory(part: Part, recorded: Recorded, state: Memory, shared: dict[Hashable, Any]) -> Memory | None:
     rows, heads, given = shared["rows"], part.heads * part.shared, state.tensors
-    memory = given.get("memory")
-    if memory is None or memory.shape != (rows, heads, part.key_dim, part.value_dim) or state.seeds is not None:
+    memory, columns = given.get("memory"), part.value_dim + part.divides
+    if memory is None or memory.shape != (rows, heads, part.key_dim, columns) or state.seeds is not None:
         return None
-    if not _is_dense(memory, 3, KEPT):
+    assert isinstance(recorded.mixer, LinearMixer)
+    if not _is_dense(memory, 3, KEPT if recorded.mixer.narrows else KEPT[:1]):
         return None
     new = memory if state.owned else _spare(state, "memory", 3)
     if new is None:
@@ -286,45 +293,85 @@ def _frequencies(dim: int, theta: float) -> Tensor:
 # ---- words that stay
 
 
-def _rule_part(mixer: GatedDeltaNet | KimiDeltaAttention, hidden: int) -> tuple[Part, list[nn.Module]]:
-    if max(mixer.key_dim, mixer.value_dim) > native.WIDEST_HEAD:
+def _rule_part(mixer: LinearMixer, spec: StepSpec, hidden: int) -> tuple[Part, list[nn.Module]]:
+    if max(mixer.key_dim, mixer.memory_columns) > native.WIDEST_HEAD or mixer.heads * mixer.key_dim == 0:
         raise _Unfit
-    conv, modules = mixer.conv, [mixer.in_proj, mixer.out_proj, mixer.norm]
     keys, values = mixer.value_heads * mixer.key_dim, mixer.value_heads * mixer.value_dim
-    decays = mixer.value_heads if isinstance(mixer, GatedDeltaNet) else keys
+    decays = keys if spec.decay == "channel" else mixer.value_heads
     part = Part(
         kind=native.RULE, entry=_linear(mixer.in_proj, sum(mixer.splits), hidden),
         exit=_linear(mixer.out_proj, hidden, values), heads=mixer.heads,
         shared=mixer.value_heads // mixer.heads, key_dim=mixer.key_dim, value_dim=mixer.value_dim,
-        A_log=_dense(mixer.A_log, mixer.value_heads), dt_bias=_dense(mixer.dt_bias, decays),
-        out_norm=_norm(mixer.norm, mixer.value_dim),
+        corrects=spec.rule.corrects, scaled=spec.scaled, divides=spec.divides,
+        features=native.FEATURES.index(_features(mixer, spec)), decays=native.DECAY_GATES.index(spec.decay_gate),
+        per_channel=spec.decay == "channel", temperature=spec.temperature,
         activation=native.ACTIVATIONS.index(mixer.norm.activation), beta_scale=mixer.beta_scale,
         lower_bound=mixer.gate_lower_bound or 0.0, decay=native.no_linear(), gate=native.no_linear(),
     )  # fmt: skip
-    if conv is not None:
-        if type(conv) is not ShortConvolution or conv.bias is not None or conv.weight.shape[1] > native.MOST_TAPS:
-            raise _Unfit
-        part.taps = conv.weight.shape[1]
-        part.conv = _dense(conv.weight, part.taps * (2 * mixer.heads * mixer.key_dim + values))
-        modules.append(conv)
-    starts = [sum(mixer.splits[: n + 1]) for n in range(len(mixer.splits))]  # of what follows q | k | v
-    if isinstance(mixer, GatedDeltaNet):
-        part.at_gate, part.at_beta, part.at_decay = starts[:3]
-        if mixer.norm.activation == "none":  # no columns for the gate
-            part.at_gate = 0
-        return part, modules
-    part.at_decay, part.at_gate, part.at_beta = starts[:3]
-    part.per_channel = 1
-    if mixer.decay_proj is not None:
-        part.decay = _linear(mixer.decay_proj, keys, mixer.splits[1])
-        modules.append(mixer.decay_proj)
-    if mixer.gate_proj is not None:
-        part.gate = _linear(mixer.gate_proj, values, mixer.splits[2])
-        modules.append(mixer.gate_proj)
-    made = keys if mixer.decay_proj is None else mixer.splits[1], values if mixer.gate_proj is None else mixer.splits[2]
-    if made != mixer.splits[1:3]:
+    if spec.decay_gate in ("speed", "step"):
+        part.A_log, part.dt_bias = _parameter(mixer, "A_log", mixer.value_heads), _parameter(mixer, "dt_bias", decays)
+    if spec.decay_gate == "step":
+        part.step_least, part.step_most = mixer.step_least, math.inf if mixer.step_most is None else mixer.step_most
+    if spec.skips:
+        part.skip = _parameter(mixer, "D", mixer.value_heads)
+    modules = [mixer.in_proj, mixer.out_proj, mixer.norm]
+    _set_norm(part, mixer.norm, mixer.value_heads if spec.grouped else 0)
+    return part, modules + _set_convolution(part, mixer) + _set_columns(part, mixer, spec)
+
+
+def _features(mixer: LinearMixer, spec: StepSpec) -> str:
+    """Return how the rule uses q and k; a feature map may be the identity."""
+    if spec.features != "map":
+        return spec.features
+    if mixer.feature_map not in ("identity", "elu+1"):
         raise _Unfit
-    return part, modules
+    return "plain" if mixer.feature_map == "identity" else "map"
+
+
+def _set_norm(part: Part, norm: nn.Module, heads: int) -> None:
+    """Set the output norm; with `heads` it is one over groups of their channels."""
+    if not heads:
+        part.out_norm = _norm(norm, part.value_dim)
+        return
+    if not isinstance(norm, GroupedGatedNorm) or norm.groups < 1 or norm.weight.shape[0] % norm.groups:
+        raise _Unfit
+    part.out_norm = Norm(_dense(norm.weight, heads * part.value_dim), norm.eps, 0.0)
+    part.norm_groups, part.gate_first = norm.groups, norm.gate_first
+
+
+def _set_convolution(part: Part, mixer: LinearMixer) -> list[nn.Module]:
+    """Set the short convolution, if the mixer has one; return it."""
+    conv = mixer.conv
+    if conv is None:
+        return []
+    if type(conv) is not ShortConvolution or conv.weight.shape[1] > native.MOST_TAPS:
+        raise _Unfit
+    part.taps = conv.weight.shape[1]
+    part.conv = _dense(conv.weight, part.taps * mixer.width)
+    if conv.bias is not None:
+        part.conv_bias = _dense(conv.bias, mixer.width)
+    return [conv]
+
+
+def _set_columns(part: Part, mixer: LinearMixer, spec: StepSpec) -> list[nn.Module]:
+    """Set where in_proj's columns of the gates begin, and their projections of low rank; return those."""
+    keys, values = mixer.value_heads * mixer.key_dim, mixer.value_heads * mixer.value_dim
+    sizes = {
+        "gate": 0 if mixer.norm.activation == "none" else values,
+        "decay": keys if spec.decay == "channel" else mixer.value_heads,
+        "write": mixer.value_heads,
+    }
+    modules, at = [], mixer.width
+    for column, made in zip(spec.columns, mixer.splits[1:], strict=True):
+        low = getattr(mixer, f"{column}_proj") if column in spec.low_rank else None
+        if low is not None:
+            setattr(part, column, _linear(low, sizes[column], made))
+            modules.append(low)
+        elif made != sizes[column]:
+            raise _Unfit
+        setattr(part, f"at_{column}", at if made else 0)
+        at += made
+    return modules
 
 
 def _attention_part(mixer: GatedAttention, hidden: int) -> tuple[Part, list[nn.Module]]:
@@ -390,6 +437,10 @@ def _weight(weight: Tensor, bias: Tensor | None, out: int, size: int) -> Linear:
     if not weight.is_cpu or not weight.is_contiguous() or weight.shape != (out, size):
         raise _Unfit
     return native.plain_linear(weight, bias)
+
+
+def _parameter(mixer: nn.Module, name: str, count: int) -> int:
+    return _dense(getattr(mixer, name), count)
 
 
 def _dense(x: Tensor, count: int) -> int:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lineate.call import Inputs
 from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, MambaConfig, MemoryConfig
+from lineate.layers.step_spec import StepSpec
 from lineate.parallel.tensor.shards import Shard
 from lineate.rule import RULES
 
@@ -108,6 +109,7 @@ class MixerKind:
         short_label: its name for people where there is little room; None is `label`.
         rule: the row of lineate.rule.RULES that it runs, such as "gated_delta_rule"; None: that of its name, if any.
         shard: how its heads are shared out among the ranks of tensor parallelism; None: they cannot be.
+        step: what one token of it computes, for the decoding steps in C and in few launches; None: they call it.
     """
 
     letter: str
@@ -125,6 +127,7 @@ class MixerKind:
     short_label: str | None = None
     rule: str | None = None
     shard: Shard | None = None
+    step: StepSpec | None = None
 
     @property
     def word(self) -> str:
@@ -266,6 +269,8 @@ def _check_parts(kind: MixerKind) -> None:
         raise TypeError(f"operations must be Operations(...) or None, got {kind.operations!r}; None: they are measured")
     if kind.shard is not None and not isinstance(kind.shard, Shard):
         raise TypeError(f"shard must be Shard(divide, cuts) or None, got {kind.shard!r}; None: it has no ranks")
+    if kind.step is not None and not isinstance(kind.step, StepSpec):
+        raise TypeError(f"step must be StepSpec(...) or None, got {kind.step!r}; None: decoding calls the mixer")
     if not isinstance(kind.look, Look):
         raise TypeError(f'look must be a Look, got {kind.look!r}; give Look(color="#0072B2")')
     if not isinstance(kind.cache, str):
@@ -315,6 +320,12 @@ def kinds() -> tuple[MixerKind, ...]:
     rows = _KINDS.copy()  # another thread may be registering
     own = [rows[letter] for letter in ORDER if letter in rows]
     return (*own, *(kind for letter, kind in rows.items() if letter not in ORDER))
+
+
+def step_of(mixer: nn.Module) -> StepSpec | None:
+    """Return what a step of this mixer computes; None if no row describes its class."""
+    kind = type(mixer)
+    return next((row.step for row in _KINDS.values() if row.step is not None and row.step.mixer is kind), None)
 
 
 def letters() -> str:

@@ -7,6 +7,7 @@ are computed inside the launches that read weights and memories (kernels/layers/
 torch multiplies, and what surrounds the product is separate.
 """
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -15,16 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from lineate.call import Options, Slots
+from lineate.call import Inputs, Options, Slots
 from lineate.layers.attention import GatedAttention, reads_own_length
 from lineate.layers.entry import check_call
 from lineate.layers.feed import SwiGLU, glu
 from lineate.layers.gpu import coded, kernels_for, overlaps, uncoded
-from lineate.layers.linear import GatedDeltaNet, KimiDeltaAttention
+from lineate.layers.mamba2 import GroupedGatedNorm
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.norm import RMSNorm
+from lineate.layers.projection import project
+from lineate.layers.registry import step_of
 from lineate.layers.rope import frequencies
 from lineate.layers.state import CacheInPlace, LayerState, Memory
+from lineate.layers.step_spec import StepSpec
 from lineate.layers.supported_modules import KNOWN, runs_own_forward
 from lineate.quantised import SmallWeight
 from lineate.torch_ops.tracing import PLAIN_TENSORS, is_eager
@@ -59,7 +63,7 @@ class Mixed(NamedTuple):
     state: LayerState
 
 
-def mix_step(norm: RMSNorm, mixer: nn.Module, x: Tensor, state: LayerState, then: RMSNorm) -> Mixed | None:
+def mix_step(norm: RMSNorm, mixer: nn.Module, x: Tensor, state: LayerState, then: RMSNorm | None) -> Mixed | None:
     """Return x + mixer(norm(x)) and the new state, where is_step; None if this mixer has no such step.
 
     Args:
@@ -67,18 +71,19 @@ def mix_step(norm: RMSNorm, mixer: nn.Module, x: Tensor, state: LayerState, then
         mixer: The mixer.
         x: `rows 1 hidden`.
         state: The mixer's state, which is overwritten.
-        then: The norm of what follows.
+        then: The norm of the feed-forward that follows, if one does.
     """
     found = None
-    if type(mixer) in (GatedDeltaNet, KimiDeltaAttention):
+    spec = step_of(mixer)
+    if spec is not None:
         assert isinstance(mixer, LinearMixer) and isinstance(state, Memory)
-        found = _linear_step(norm, mixer, x, state)
+        found = _linear_step(norm, mixer, spec, x, state)
     elif type(mixer) is GatedAttention and isinstance(state, CacheInPlace):
         found = _attention_step(norm, mixer, x, state)
     if found is None:
         return None
     y, new = found
-    total, normed = _leave(y, mixer.out_proj, x[:, 0], then if _are_bare(then) else None)  # type: ignore[arg-type]
+    total, normed = _leave(y, mixer.out_proj, x[:, 0], then if then is not None and _are_bare(then) else None)  # type: ignore[arg-type]
     return Mixed(total[:, None], normed, new)
 
 
@@ -98,44 +103,82 @@ def feed_step(norm: RMSNorm, feed: nn.Module, x: Tensor, normed: Tensor | None =
     return total[:, None]
 
 
-def _linear_step(norm: RMSNorm, mixer: LinearMixer, x: Tensor, state: Memory) -> tuple[Tensor, LayerState] | None:
+def _linear_step(
+    norm: RMSNorm, mixer: LinearMixer, spec: StepSpec, x: Tensor, state: Memory
+) -> tuple[Tensor, LayerState] | None:
     """Return what out_proj reads, `rows hv*v`, and the state."""
     from lineate.kernels.layers import token  # triton, at its first use
+
+    memory, conv = state["memory"], mixer.conv
+    if not _serves_mixer(norm, mixer, spec) or not token.serves_memory(memory):
+        return None
+    if conv is not None and not state["conv"].is_contiguous():
+        return None
+    check_call(mixer, x, state, None)
+    convolution = None if conv is None else (conv.weight, state["conv"])
+    mixed, y = _convolved(x[:, 0], mixer.in_proj, norm, convolution, mixer.width, None if conv is None else conv.bias)
+    _, *columns = y[:, None].split(mixer.splits, -1)
+    q, k, v = mixer.split_heads(mixed[:, None])
+    raw = dict(zip(spec.columns, columns, strict=True))
+    for name in spec.low_rank:
+        low = getattr(mixer, f"{name}_proj")
+        raw[name] = raw[name] if low is None else project(low, raw[name])
+    decay = raw.get("decay")
+    if decay is not None and spec.decay == "channel":
+        decay = decay.unflatten(-1, (mixer.value_heads, mixer.key_dim))
+    biased = spec.decay_gate in ("speed", "step")
+    inputs = Inputs(
+        q, k, v, decay, raw.get("write"), memory,
+        A_log=_parameter(mixer, "A_log") if biased else None,
+        dt_bias=_parameter(mixer, "dt_bias") if biased else None,
+    )  # fmt: skip
+    output = _mix(mixer, spec, inputs, raw["gate"], state.seeds)
+    return output[:, 0], Memory(state.tensors)
+
+
+def _parameter(mixer: LinearMixer, name: str) -> Tensor:
+    found: Tensor = getattr(mixer, name)
+    return found
+
+
+def _serves_mixer(norm: RMSNorm, mixer: LinearMixer, spec: StepSpec) -> bool:
+    """Whether kernels compute a mixer of this description: what they cannot read is left to its forward."""
     from lineate.kernels.layers.ops import SIZES
-    from lineate.kernels.portable.decode import decode
+    from lineate.kernels.layers.token import WIDEST_GROUP
 
     parts = [norm, mixer, mixer.in_proj, mixer.norm, mixer.out_proj, *([] if mixer.conv is None else [mixer.conv])]
-    memory = state["memory"]
-    if (
-        mixer.context is not None
-        or mixer.in_proj.bias is not None
-        or mixer.norm.activation == "none"
-        or not _are_bare(*parts)
-        or not token.serves_memory(memory)
-    ):
-        return None
-    if mixer.conv is not None:
-        taps, past = mixer.conv.weight, state["conv"]
-        if taps.shape[1] not in SIZES or not (taps.is_contiguous() and past.is_contiguous()):
-            return None
-    check_call(mixer, x, state, None)
-    convolution = None if mixer.conv is None else (mixer.conv.weight, state["conv"])
-    mixed, y = _convolved(x[:, 0], mixer.in_proj, norm, convolution, mixer.width)
-    _, *gates = y[:, None].split(mixer.splits, -1)
-    q, k, v = mixer.split_heads(mixed[:, None])
-    inputs = mixer.rule_inputs(q, k, v, gates)._replace(state=memory)
-    z, scale = mixer.output_gate(gates), mixer.key_dim**-0.5
-    if len(x) <= token.FEW_ROWS:
-        output = token.mix(
-            inputs, z, mixer.norm.weight, eps=mixer.norm.eps, silu=mixer.norm.activation == "silu",
-            beta_scale=mixer.beta_scale, scale=scale, lower_bound=mixer.gate_lower_bound, seeds=state.seeds,
-        )  # fmt: skip
-    else:
+    if mixer.context is not None or mixer.in_proj.bias is not None or mixer.norm.activation == "none":
+        return False
+    if spec.divides or not _are_bare(*parts):
+        return False
+    if mixer.conv is not None and mixer.conv.weight.shape[1] not in SIZES:
+        return False
+    if not spec.grouped:
+        return True
+    own = mixer.norm
+    return isinstance(own, GroupedGatedNorm) and own.groups > 0 and len(own.weight) // own.groups <= WIDEST_GROUP
+
+
+def _mix(mixer: LinearMixer, spec: StepSpec, inputs: Inputs, z: Tensor, seeds: Tensor | None) -> Tensor:
+    """Return norm(o + D v) act(z) of one token a row, `rows 1 hv*v`; the memory is overwritten."""
+    from lineate.kernels.layers import token  # triton, at its first use
+    from lineate.kernels.portable.decode import decode
+
+    own, scale = mixer.norm, mixer.key_dim**-0.5 if spec.scaled else 1.0
+    if len(inputs.q) > token.FEW_ROWS and spec.decay_gate == "speed":
         options = Options(True, scale, True, beta_scale=mixer.beta_scale, raw_gates=True)
         options = options._replace(lower_bound=mixer.gate_lower_bound)
-        output = decode(inputs, Slots(seeds=state.seeds), options, settled=True)
-        output = mixer.norm(output, z.unflatten(-1, (mixer.value_heads, mixer.value_dim))).flatten(2)
-    return output[:, 0], Memory(state.tensors)
+        output = decode(inputs, Slots(seeds=seeds), options, settled=True)
+        return own(output, z.unflatten(-1, (mixer.value_heads, mixer.value_dim))).flatten(2)
+    does = token.Token(
+        spec.features == "unit", spec.decay_gate, scale, mixer.beta_scale, mixer.gate_lower_bound, spec.temperature,
+        mixer.step_least, math.inf if mixer.step_most is None else mixer.step_most,
+    )  # fmt: skip
+    skip = _parameter(mixer, "D") if spec.skips else None
+    if not isinstance(own, GroupedGatedNorm):
+        return token.mix(inputs, does, (z, own.weight, own.eps, own.activation == "silu"), skip, seeds)
+    output = token.mix(inputs, does, None, skip, seeds)
+    return token.norm_groups(output, z, own.weight, groups=own.groups, eps=own.eps, gate_first=own.gate_first)
 
 
 def _attention_step(
@@ -172,9 +215,13 @@ def _frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
 
 
 def _convolved(
-    x: Tensor, module: nn.Linear, norm: RMSNorm, convolution: tuple[Tensor, Tensor] | None, width: int
-) -> tuple[Tensor, Tensor]:
-    """Return the first `width` channels of module(norm(x)), convolved, and all channels, the others as they are."""
+    x: Tensor, module: nn.Linear, norm: RMSNorm, convolution: tuple[Tensor, Tensor] | None, width: int,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the first `width` channels of module(norm(x)), convolved, and all channels, the others as they are.
+
+    bias: of the convolution; products convolve without one.
+    """
     from lineate.kernels.layers import products, small_products  # triton, at its first use
     from lineate.kernels.layers.ops import convolve_in_place
 
@@ -183,11 +230,11 @@ def _convolved(
         inside = products.serves_one(x, weight) or products.serves_few(x, weight)
     else:
         inside = small_products.serves(x, small)
-    if convolution is None or inside:
+    if convolution is None or (inside and bias is None):
         y = _enter(x, norm, module, convolution=convolution)
         return y[:, :width], y
     y = _enter(x, norm, module)
-    return convolve_in_place(y[:, :width], *convolution), y
+    return convolve_in_place(y[:, :width], *convolution, bias), y
 
 
 def _enter(

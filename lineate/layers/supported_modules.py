@@ -1,20 +1,22 @@
-"""Which modules a step may compute instead of calling them: their forward is that of a known class."""
+"""Which modules a step may compute instead of calling them: their forward is that of a known class.
+
+Mixers are known by the `StepSpec` of their rows.
+"""
 
 from torch import nn
 
 from lineate.layers.attention import GatedAttention
 from lineate.layers.convolution import ShortConvolution
 from lineate.layers.feed import SwiGLU
-from lineate.layers.linear import GatedDeltaNet, KimiDeltaAttention
+from lineate.layers.mamba2 import GroupedGatedNorm
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
+from lineate.layers.registry import kinds
 
-KNOWN = {
-    kind: kind.forward
-    for kind in (
-        nn.Linear, nn.Embedding, RMSNorm, GatedRMSNorm, ShortConvolution, SwiGLU, GatedAttention, GatedDeltaNet,
-        KimiDeltaAttention,
-    )
-}  # fmt: skip
+_MODULES: tuple[type[nn.Module], ...] = (
+    nn.Linear, nn.Embedding, RMSNorm, GatedRMSNorm, GroupedGatedNorm, ShortConvolution, SwiGLU, GatedAttention,
+    *(row.step.mixer for row in kinds() if row.step is not None),
+)  # fmt: skip
+KNOWN = {kind: kind.forward for kind in _MODULES}
 """The modules whose forward the steps compute; others, such as adapters around one of these, are called."""
 
 

@@ -26,7 +26,6 @@ from lineate.call import Inputs, Slots
 from lineate.layers.counts import Counts, count_up, nowhere, places
 from lineate.layers.entry import check_call
 from lineate.layers.mixer import LinearMixer
-from lineate.layers.projection import project
 from lineate.layers.state import LayerState, Memory, TokenCache
 from lineate.ops.rounding import round_memory
 from lineate.rule import compute_dtype
@@ -141,12 +140,11 @@ class MemoryTrail:
 def _linear(mixer: LinearMixer, x: Tensor, state: Memory, keep: str) -> tuple[Tensor, Trail]:
     """Run a mixer with a linear rule: everything but the rule runs once over all tokens."""
     check_call(mixer, x, state, None)
-    mixed, *gates = mixer.project(x)
+    entered = mixer.enter(x, state)
     taps = None
     if mixer.conv is not None:
-        taps = torch.cat((state["conv"], mixed.transpose(1, 2)), 2)  # rows channels size-1+t
-        mixed, _ = mixer.conv(mixed, state["conv"])
-    qkv, memory, seeds = mixer.split_heads(mixed), state["memory"], state.seeds
+        taps = torch.cat((state["conv"], entered.raw.transpose(1, 2)), 2)  # rows channels size-1+t
+    qkv, gates, memory, seeds = entered[:3], entered.gates, state["memory"], state.seeds
     kept: Stored | Replay
     if type(mixer).attend is not LinearMixer.attend:  # it may do more than run the rule
         output, z, kept = _attend_each(mixer, qkv, gates, memory, seeds)
@@ -159,8 +157,7 @@ def _linear(mixer: LinearMixer, x: Tensor, state: Memory, keep: str) -> tuple[Te
             output, kept = _slot_each(mixer, inputs, memory, seeds)
         else:
             output, kept = _step_each(mixer, inputs, memory, seeds)
-    y = mixer.norm(output, z.unflatten(-1, (mixer.value_heads, mixer.value_dim)))
-    return project(mixer.out_proj, y.flatten(2)), LinearTrail(taps, kept, x.shape[1])
+    return mixer.leave(output, z), LinearTrail(taps, kept, x.shape[1])
 
 
 def _attend_each(

@@ -73,7 +73,7 @@ class Block(nn.Module):
             RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm) if fed else None
         )
         self.feed = make_feed(config, layer)
-        self._in_steps = fed and not self.norm_after and self.residual_scale == 1
+        self._in_steps = not self.norm_after and self.residual_scale == 1
 
     def forward(
         self, x: Tensor, state: LayerState | None = None, cu_seqlens: Bounds = None
@@ -87,9 +87,10 @@ class Block(nn.Module):
         """Run the block on guessed tokens x `b t hidden`; return the mixer's states after each (layers/trail.py)."""
         if not self._in_steps or self.ranks is not None or not runs_steps(x):
             return self._around(x, lambda y: trail(self.mixer, y, state, keep))
-        assert self.feed is not None and self.feed_norm is not None
         y, kept = trail(self.mixer, self.mixer_norm(x), state, keep)
         x = x + y
+        if self.feed is None or self.feed_norm is None:
+            return x, kept
         fed = feed_step(self.feed_norm, self.feed, x.flatten(0, 1)[:, None])
         return (self.run_feed(x) if fed is None else fed.view_as(x)), kept
 
@@ -117,7 +118,7 @@ class Block(nn.Module):
 
     @property
     def in_steps(self) -> bool:
-        """Whether the block is x + mixer(norm(x)), then x + feed(norm(x)), for a whole mixer of lineate's own."""
+        """Whether the block is x + mixer(norm(x)), then x + feed(norm(x)) if it has one, for lineate's own mixers."""
         return self._in_steps and self._checked is None and self.ranks is None
 
     def run_mixer(self, x: Tensor, state: LayerState | None) -> tuple[Tensor, LayerState]:
@@ -135,11 +136,12 @@ class Block(nn.Module):
 
     def _step(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
         """Run one token a row on a GPU, where the state may be overwritten: the same sums in fewer launches."""
-        assert self.feed is not None and self.feed_norm is not None
         mixed = mix_step(self.mixer_norm, self.mixer, x, state, self.feed_norm)
         if mixed is None:
             x, kept = self.run_mixer(x, state)
             mixed = Mixed(x, None, kept)
+        if self.feed is None or self.feed_norm is None:
+            return mixed.x, mixed.state
         fed = feed_step(self.feed_norm, self.feed, mixed.x, mixed.normed)
         return (self.run_feed(mixed.x) if fed is None else fed), mixed.state
 

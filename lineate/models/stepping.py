@@ -106,7 +106,8 @@ def record(blocks: Blocks, ends: Ends) -> Plan:
     for n, block in enumerate(blocks if plain else ()):
         assert isinstance(block, Block)
         sublayers.append(Sublayer(n, True, record_mixer(block.mixer_norm, block.mixer)))
-        sublayers.append(Sublayer(n, False, record_feed(block.feed_norm, block.feed)))
+        if block.feed is not None:
+            sublayers.append(Sublayer(n, False, record_feed(block.feed_norm, block.feed)))
     runs: list[list[Sublayer]] = []
     for sublayer in sublayers:
         if runs and sublayer.recorded is not None and runs[-1][-1].recorded is not None:

@@ -1,6 +1,7 @@
 // A decoding step on a CPU: one token a row through a run of parts of a model, in float32; memories may be bfloat16.
 //
-//   rule        x += out(norm(mix(convolution, gates, memory)) * act(z)),  the input of mix being in(norm(x))
+//   rule        x += out(norm(mix(convolution, gates, memory)) * act(z)),  the input of mix being in(norm(x));
+//               a memory is decayed, then corrected or added to; every mixer of layers/step_spec.py is such a part
 //   attention   x += out(softmax(q keys^T) values * sigmoid(gate)),        q | gate | k | v = in(norm(x))
 //   feed        x += out(silu(gate) * up),                                 gate | up = in(norm(x))
 //   head        made = in(norm(x)),                                        the last part, if there is one
@@ -21,6 +22,8 @@
 enum { NO_MEMORY = 1, NO_SUCH_ROW = 2 };
 enum { RULE, ATTENTION, FEED, HEAD };        // parts
 enum { NONE, SILU, SIGMOID };                // activations
+enum { PLAIN, UNIT, MAP };                   // how the rule uses q and k: as they are, of norm 1, elu(x) + 1
+enum { NO_DECAY, SPEED, ROOT, STEPPED };      // functions from the raw decay to the decay
 enum { ENTER, LOW_RANK, MIX, LEAVE, STAGES };  // stages
 enum { FLOAT8 = 3, BITS_4 = 4, BITS_8 = 8, ABSENT = -1 };  // kinds of weights beyond those of products.h
 enum { WIDEST = 512 };                       // channels of a head
@@ -43,11 +46,13 @@ typedef struct {  // words of 64 bits, filled in by step.py
     Linear in, out;
     // rule: key heads, the value heads of each, their channels, taps of the convolution
     i64 heads, shared, key_dim, value_dim, taps;
-    const float *conv, *A_log, *dt_bias;
+    const float *conv, *conv_bias, *A_log, *dt_bias, *skip;  // conv_bias, skip: NULL: there is none
     Norm out_norm;
-    i64 activation, per_channel;
-    double beta_scale, lower_bound;  // lower_bound 0: there is none
-    i64 at_decay, at_gate, at_beta;  // columns of what `in` makes
+    i64 corrects, features, scaled, decays, per_channel, divides;  // divides: by the memory's last column, of sums of k
+    i64 activation, norm_groups, gate_first;                       // norm_groups: of all heads; 0: one norm a head
+    double beta_scale, lower_bound;                                // lower_bound 0: there is none
+    double temperature, step_least, step_most;
+    i64 at_decay, at_gate, at_write;  // columns of what `in` makes
     Linear decay, gate;              // of low rank, from these columns; ABSENT: the columns themselves
     // attention: query heads, heads of keys and values
     i64 query_heads, kv_heads, head_dim, rotary, gated;
@@ -143,6 +148,16 @@ static void normalize(const Norm *norm, const float *x, const float *more, float
     });
 }
 
+// y = norm(x), a norm for each group of all heads' channels; where the gate follows, times the activated gate.
+static void normalize_groups(const Part *p, const float *x, const float *gate, float *y) {
+    const i64 size = p->out.size / p->norm_groups;
+    const int gated = p->activation != NONE && !p->gate_first;
+    for (i64 at = 0; at < p->out.size; at += size) {
+        const Norm norm = {p->out_norm.weight + at, p->out_norm.eps, p->out_norm.offset};
+        normalize(&norm, x + at, gated ? gate + at : NULL, y + at, size);
+    }
+}
+
 static void unite(const float *x, float *y, i64 size) {  // silu(gate) * up
     SWEEP(size, {
         vec gate[FEW];
@@ -162,6 +177,8 @@ static Input enter(const Team *team, const Part *part, const Linear *w, const fl
         float *to = own + row * w->size;
         if (stage == ENTER) normalize(&part->norm, from, NULL, to, w->size);
         else if (stage == LEAVE && part->kind == FEED) unite(from, to, w->size);
+        else if (stage == LEAVE && part->norm_groups)
+            normalize_groups(part, from, team->entered + row * part->in.out + part->at_gate, to);
         else memcpy(to, from, w->size * sizeof(float));
     }
     Input input = {.plain = plain_of(&team->call, w, own, y)};
@@ -253,6 +270,8 @@ static void convolve(const Part *p, const float *new, i64 row, i64 first, i64 wi
     x[taps - 1] = new + first;
     if (taps == 4) add_taps(y, w, x, width, 4);
     else add_taps(y, w, x, width, taps);
+    if (p->conv_bias)
+        for (i64 c = 0; c < width; c++) y[c] += p->conv_bias[first + c];
     for (i64 i = 0; i + 1 < taps; i++) {  // in this order, as they may be the memory that was read
         if (dense) memmove(to + i * p->to_tap, x[i + 1], width * sizeof(float));
         for (i64 c = 0; !dense && c < width; c++) to[c * p->to_channel + i * p->to_tap] = x[i + 1][c];
@@ -276,10 +295,76 @@ static void make_unit(float *x, i64 size, float scale) {
     for (i64 i = 0; i < size; i++) x[i] *= factor;
 }
 
+static void map_features(float *x, i64 size) {  // elu(x) + 1
+    SWEEP(size, {
+        vec z[FEW], e[FEW];
+        EACH z[k] = load(x + c + k * LANES, n);
+        EACH e[k] = -z[k];
+        exponentials(e, count);
+        EACH {
+            const ivec above = z[k] > 0;
+            store(x + c + k * LANES, (vec)((above & (ivec)(z[k] + 1.f)) | (~above & (ivec)e[k])), n);
+        }
+    });
+}
+
+// q and k of a key head as the rule uses them; q is scaled.
+INLINE void find_keys(const Part *p, const float *new, i64 row, i64 head, float *q, float *k) {
+    const i64 keys = p->key_dim;
+    const float scale = p->scaled ? 1.f / sqrtf((float)keys) : 1.f;
+    convolve(p, new, row, head * keys, keys, q);
+    convolve(p, new, row, (p->heads + head) * keys, keys, k);
+    if (p->features == UNIT) {
+        make_unit(q, keys, scale);
+        make_unit(k, keys, 1.f);
+        return;
+    }
+    if (p->features == MAP) map_features(q, keys), map_features(k, keys);
+    for (i64 i = 0; i < keys; i++) q[i] *= scale;
+}
+
+// Whether value heads are units of their own, as there are fewer key heads than threads: their q and k are found before.
+INLINE int is_apart(const Step *a, const Part *p) { return p->shared > 1 && a->rows * p->heads < a->threads; }
+
+static void prepare_keys(const Team *team, const Part *p, i64 unit) {
+    const i64 row = unit / p->heads, head = unit % p->heads, keys = p->key_dim;
+    float *new = team->entered + row * p->in.out, q[WIDEST], k[WIDEST];
+    find_keys(p, new, row, head, q, k);
+    memcpy(new + head * keys, q, keys * sizeof(float));
+    memcpy(new + (p->heads + head) * keys, k, keys * sizeof(float));
+}
+
+INLINE float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
+
+// The decay of a raw gate with a bias.
 static float decay_of(const Part *p, float gate, float A_log) {
     const float speed = expf(A_log);
     if (p->lower_bound != 0) return expf((float)p->lower_bound / (1.f + expf(-speed * gate)));
-    return expf(-speed * (gate > 20 ? gate : log1pf(expf(gate))));
+    return expf(-speed * softplus(gate));
+}
+
+// sigmoid(gate)^(1 / temperature)
+static float root_of(const Part *p, float gate) {
+    return expf(((gate < 0 ? gate : 0) - log1pf(expf(-fabsf(gate)))) / (float)p->temperature);
+}
+
+// The decays of a value head, one a key channel; returns what its value is multiplied by.
+INLINE float find_decays(const Part *p, const float *gates, i64 each, float *decay) {
+    const i64 keys = p->key_dim, count = p->per_channel ? keys : 1, first = each * count;
+    float factor = 1;
+    for (i64 i = 0; i < count; i++) {
+        if (p->decays == NO_DECAY) decay[i] = 1;
+        else if (p->decays == ROOT) decay[i] = root_of(p, gates[first + i]);
+        else if (p->decays == SPEED) decay[i] = decay_of(p, gates[first + i] + p->dt_bias[first + i], p->A_log[each]);
+        else {
+            float step = softplus(gates[first + i] + p->dt_bias[first + i]);
+            step = step < (float)p->step_least ? (float)p->step_least : step;
+            factor = step > (float)p->step_most ? (float)p->step_most : step;
+            decay[i] = expf(-expf(p->A_log[each]) * factor);
+        }
+    }
+    for (i64 i = count; i < keys; i++) decay[i] = decay[0];
+    return factor;
 }
 
 #if defined(__AVX512F__) || defined(__ARM_NEON)  // 32 registers
@@ -344,70 +429,115 @@ INLINE void read_columns(const void *S, const void *T, i64 at, const float *k, c
     }
 }
 
-INLINE void mix_memory(const Team *team, const Part *p, i64 unit, int narrow) {
-    const i64 row = unit / p->heads, head = unit % p->heads, keys = p->key_dim, width = p->value_dim;
-    const i64 values = p->heads * p->shared;
-    const float *new = team->entered + row * p->in.out;
+// n * LANES columns (less in the last vector) of a memory that only accumulates, from place `at` on, in one pass:
+// T = decay S + k v^T, and what T answers to q.
+INLINE void add_columns(const void *S, void *T, i64 at, const float *decay, const float *k, const float *q,
+                        const float *v, i64 keys, i64 width, int vectors, i64 last, float *of_q, int narrow) {
+    const i64 bytes = narrow ? 2 : 4;
+    vec sum[COLUMNS] = {0}, value[COLUMNS];
+    _Pragma("GCC unroll 8") for (int j = 0; j < vectors; j++) value[j] =
+        load(v + j * LANES, j + 1 == vectors ? last : LANES);
+    for (i64 i = 0; i < keys; i++, at += width)
+        _Pragma("GCC unroll 8") for (int j = 0; j < vectors; j++) {
+            const i64 n = j + 1 == vectors ? last : LANES, place = at + j * LANES;
+            if (j * LANES % (64 / bytes) == 0) {
+                __builtin_prefetch((const char *)S + (place + AHEAD) * bytes);
+                if (FETCH_WRITTEN) __builtin_prefetch((const char *)T + (place + AHEAD) * bytes, 1);
+            }
+            const vec s = decay[i] * load_memory(S, place, n, narrow) + k[i] * value[j];
+            store_memory(T, place, s, n, narrow);
+            sum[j] += q[i] * s;
+        }
+    _Pragma("GCC unroll 8") for (int j = 0; j < vectors; j++)
+        store(of_q + j * LANES, sum[j], j + 1 == vectors ? last : LANES);
+}
+
+// The rule of one row: a key head with all of its value heads, or a value head. narrow and corrects are known to the
+// compiler.
+INLINE void mix_memory(const Team *team, const Part *p, i64 unit, int narrow, int corrects) {
+    const i64 keys = p->key_dim, width = p->value_dim, columns = width + p->divides, values = p->heads * p->shared;
+    const int apart = is_apart(&team->call, p);
+    const i64 row = unit / (apart ? values : p->heads), own = unit % (apart ? values : p->heads);
+    const i64 begin = apart ? own : own * p->shared, end = begin + (apart ? 1 : p->shared), head = begin / p->shared;
+    float *new = team->entered + row * p->in.out;
     float q[WIDEST], k[WIDEST], v[WIDEST], decay[WIDEST], dk[WIDEST], dq[WIDEST], of_k[WIDEST], of_q[WIDEST];
-    convolve(p, new, row, head * keys, keys, q);
-    convolve(p, new, row, (p->heads + head) * keys, keys, k);
-    make_unit(q, keys, 1.f / sqrtf((float)keys));
-    make_unit(k, keys, 1.f);
-    const float common = dot(q, k, keys);
+    if (apart) {
+        memcpy(q, new + head * keys, keys * sizeof(float));
+        memcpy(k, new + (p->heads + head) * keys, keys * sizeof(float));
+    } else
+        find_keys(p, new, row, head, q, k);
+    const float common = corrects ? dot(q, k, keys) : 0;
     const float *gates = p->decay.kind == ABSENT ? new + p->at_decay : team->decay + row * p->decay.out;
     const float *opened = p->gate.kind == ABSENT ? new + p->at_gate : team->gate + row * p->gate.out;
-    for (i64 each = head * p->shared; each < (head + 1) * p->shared; each++) {
+    for (i64 each = begin; each < end; each++) {
         convolve(p, new, row, 2 * p->heads * keys + each * width, width, v);
-        if (p->per_channel)
-            for (i64 i = 0; i < keys; i++)
-                decay[i] = decay_of(p, gates[each * keys + i] + p->dt_bias[each * keys + i], p->A_log[each]);
-        else {
-            const float one = decay_of(p, gates[each] + p->dt_bias[each], p->A_log[each]);
-            for (i64 i = 0; i < keys; i++) decay[i] = one;
-        }
-        for (i64 i = 0; i < keys; i++) dk[i] = decay[i] * k[i], dq[i] = decay[i] * q[i];
-        const float beta = (float)p->beta_scale / (1.f + expf(-new[p->at_beta + each]));
-        const i64 bytes = narrow ? 2 : 4, first = each * keys * width;
+        const float factor = find_decays(p, gates, each, decay);
+        const i64 bytes = narrow ? 2 : 4, first = each * keys * columns;
         const void *S = (const char *)p->memory_from + (row * p->memory_from_row + first) * bytes;
         void *T = (char *)p->memory_to + (row * p->memory_to_row + first) * bytes;
         i64 c = 0;
-        for (; c + COLUMNS * LANES <= width; c += COLUMNS * LANES)
-            read_columns(S, T, c, dk, dq, keys, width, COLUMNS, LANES, of_k + c, of_q + c, narrow);
-        for (; c < width; c += LANES)
-            read_columns(S, T, c, dk, dq, keys, width, 1, least(LANES, width - c), of_k + c, of_q + c, narrow);
-        for (c = 0; c < width; c++) {
-            v[c] = beta * (v[c] - of_k[c]);
-            of_q[c] += common * v[c];
+        if (corrects) {
+            for (i64 i = 0; i < keys; i++) dk[i] = decay[i] * k[i], dq[i] = decay[i] * q[i];
+            const float beta = (float)p->beta_scale / (1.f + expf(-new[p->at_write + each]));
+            for (; c + COLUMNS * LANES <= width; c += COLUMNS * LANES)
+                read_columns(S, T, c, dk, dq, keys, width, COLUMNS, LANES, of_k + c, of_q + c, narrow);
+            for (; c < width; c += LANES)
+                read_columns(S, T, c, dk, dq, keys, width, 1, least(LANES, width - c), of_k + c, of_q + c, narrow);
+            for (c = 0; c < width; c++) {
+                v[c] = beta * (v[c] - of_k[c]);
+                of_q[c] += common * v[c];
+            }
+            for (i64 i = 0; i < keys; i++) {
+                const float d = decay[i], key = k[i];
+                for (i64 line = 0; FETCH_HEAD && line < width * bytes; line += 64)
+                    __builtin_prefetch((const char *)S + (keys + i) * width * bytes + line, 0, 2);
+                SWEEP(width, EACH {
+                    const i64 at = c + k * LANES, place = i * width + at;
+                    store_memory(T, place, d * load_memory(S, place, n, narrow) + key * load(v + at, n), n, narrow);
+                });
+            }
+        } else {
+            float *value = of_k;
+            for (i64 i = 0; i < width; i++) value[i] = factor * v[i];
+            if (p->divides) value[width] = 1;
+            for (; c + COLUMNS * LANES <= columns; c += COLUMNS * LANES)
+                add_columns(S, T, c, decay, k, q, value + c, keys, columns, COLUMNS, LANES, of_q + c, narrow);
+            for (; c + FEW * LANES <= columns; c += FEW * LANES)
+                add_columns(S, T, c, decay, k, q, value + c, keys, columns, FEW, LANES, of_q + c, narrow);
+            for (; c + LANES <= columns; c += LANES)
+                add_columns(S, T, c, decay, k, q, value + c, keys, columns, 1, LANES, of_q + c, narrow);
+            if (c < columns)
+                add_columns(S, T, c, decay, k, q, value + c, keys, columns, 1, columns - c, of_q + c, narrow);
+            if (p->divides) {  // kept away from 0, as ops.divide_by_last does
+                const float sum = fabsf(of_q[width]) < 1e-6f ? copysignf(1e-6f, of_q[width]) : of_q[width];
+                for (i64 i = 0; i < width; i++) of_q[i] /= sum;
+            }
+            for (i64 i = 0; p->skip && i < width; i++) of_q[i] += p->skip[each] * v[i];
         }
-        for (i64 i = 0; i < keys; i++) {
-            const float d = decay[i], key = k[i];
-            for (i64 line = 0; FETCH_HEAD && line < width * bytes; line += 64)
-                __builtin_prefetch((const char *)S + (keys + i) * width * bytes + line, 0, 2);
-            SWEEP(width, EACH {
-                const i64 at = c + k * LANES, place = i * width + at;
-                store_memory(T, place, d * load_memory(S, place, n, narrow) + key * load(v + at, n), n, narrow);
-            });
-        }
-        float *out = team->mixed + (row * values + each) * width;
+        float *out = team->mixed + (row * values + each) * width, *open = of_k;
         if (p->activation != NONE) {
             const float *z = opened + each * width;
+            if (p->norm_groups && !p->gate_first) open = new + p->at_gate + each * width;  // for normalize_groups
             SWEEP(width, {
                 vec gate[FEW], on[FEW], off[FEW];
                 EACH gate[k] = load(z + c + k * LANES, n);
                 sigmoids(gate, on, off, count);
                 if (p->activation == SILU) EACH on[k] *= gate[k];
-                EACH store(of_k + c + k * LANES, on[k], n);
+                EACH store(open + c + k * LANES, on[k], n);
             });
         }
-        normalize(&p->out_norm, of_q, p->activation == NONE ? NULL : of_k, out, width);
+        if (!p->norm_groups) normalize(&p->out_norm, of_q, p->activation == NONE ? NULL : open, out, width);
+        else if (p->activation == NONE || !p->gate_first) memcpy(out, of_q, width * sizeof(float));
+        else
+            for (i64 i = 0; i < width; i++) out[i] = of_q[i] * open[i];
     }
 }
 
 static void mix_head(const Team *team, const Part *p, i64 unit) {
-    if (p->memory_narrow)
-        mix_memory(team, p, unit, 1);
-    else
-        mix_memory(team, p, unit, 0);
+    if (p->corrects && p->memory_narrow) mix_memory(team, p, unit, 1, 1);
+    else if (p->corrects) mix_memory(team, p, unit, 0, 1);
+    else if (p->memory_narrow) mix_memory(team, p, unit, 1, 0);
+    else mix_memory(team, p, unit, 0, 0);
 }
 
 // ---- attention -----------------------------------------------------------------------------------------------------
@@ -551,11 +681,12 @@ static void work(const void *call, i64 thread) {
                 input = enter(team, p, &p->in, team->call.x, team->call.hidden, ENTER,
                               p->kind == HEAD ? p->made : team->entered, scratch);
             const i64 decays = s->stage == LOW_RANK ? units_of(&team->call, &p->decay) : 0;
+            const i64 gates = s->stage == LOW_RANK ? units_of(&team->call, &p->gate) : 0;
             if (s->stage == LOW_RANK) {
                 if (decays)
                     input = enter(team, p, &p->decay, team->entered + p->at_decay, p->in.out, LOW_RANK, team->decay,
                                   scratch);
-                if (p->gate.kind != ABSENT)
+                if (gates)
                     more = enter(team, p, &p->gate, team->entered + p->at_gate, p->in.out, LOW_RANK, team->gate,
                                  scratch + team->scratch_bytes / 2);
             }
@@ -567,7 +698,9 @@ static void work(const void *call, i64 thread) {
                 if (s->stage == ENTER) multiply(team, &p->in, &input, unit, NULL);
                 else if (s->stage == LEAVE) multiply(team, &p->out, &input, unit, team->call.x);
                 else if (s->stage == LOW_RANK && unit < decays) multiply(team, &p->decay, &input, unit, NULL);
-                else if (s->stage == LOW_RANK) multiply(team, &p->gate, &more, unit - decays, NULL);
+                else if (s->stage == LOW_RANK && unit < decays + gates)
+                    multiply(team, &p->gate, &more, unit - decays, NULL);
+                else if (s->stage == LOW_RANK) prepare_keys(team, p, unit - decays - gates);
                 else if (p->kind == RULE) mix_head(team, p, unit);
                 else attend_head(team, p, unit, (float *)scratch);
                 atomic_fetch_add(&s->done, 1);
@@ -590,8 +723,10 @@ int lineate_step(const Step *a) {
     for (i64 i = 0; i < a->parts; i++) {
         const Part *p = a->part + i;
         const i64 low_rank = p->kind == RULE ? units_of(a, &p->decay) + units_of(a, &p->gate) : 0;
-        const i64 heads = p->kind == RULE ? p->heads : p->kind == ATTENTION ? p->kv_heads : 0;
-        const i64 units[STAGES] = {units_of(a, &p->in), low_rank, heads * a->rows, units_of(a, &p->out)};
+        const int apart = p->kind == RULE && is_apart(a, p);
+        const i64 heads = p->kind == RULE ? p->heads * (apart ? p->shared : 1) : p->kind == ATTENTION ? p->kv_heads : 0;
+        const i64 keys = apart ? p->heads * a->rows : 0;
+        const i64 units[STAGES] = {units_of(a, &p->in), low_rank + keys, heads * a->rows, units_of(a, &p->out)};
         for (i64 j = 0; j < STAGES; j++)
             if (units[j]) {
                 stage[stages].part = i, stage[stages].stage = j, stage[stages].units = units[j];

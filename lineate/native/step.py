@@ -10,6 +10,8 @@ from lineate.native.build import library
 
 RULE, ATTENTION, FEED, HEAD = range(4)
 ACTIVATIONS = ("none", "silu", "sigmoid")
+FEATURES = ("plain", "unit", "map")
+DECAY_GATES = ("none", "speed", "sigmoid", "step")
 FLOAT8, ABSENT = 3, -1
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDEST_HEAD = 512
@@ -37,9 +39,12 @@ class Part(ctypes.Structure):
     _fields_ = (
         ("kind", c_int64), ("norm", Norm), ("entry", Linear), ("exit", Linear),
         ("heads", c_int64), ("shared", c_int64), ("key_dim", c_int64), ("value_dim", c_int64), ("taps", c_int64),
-        ("conv", c_void_p), ("A_log", c_void_p), ("dt_bias", c_void_p), ("out_norm", Norm),
-        ("activation", c_int64), ("per_channel", c_int64), ("beta_scale", c_double), ("lower_bound", c_double),
-        ("at_decay", c_int64), ("at_gate", c_int64), ("at_beta", c_int64), ("decay", Linear), ("gate", Linear),
+        ("conv", c_void_p), ("conv_bias", c_void_p), ("A_log", c_void_p), ("dt_bias", c_void_p), ("skip", c_void_p),
+        ("out_norm", Norm), ("corrects", c_int64), ("features", c_int64), ("scaled", c_int64), ("decays", c_int64),
+        ("per_channel", c_int64), ("divides", c_int64), ("activation", c_int64), ("norm_groups", c_int64),
+        ("gate_first", c_int64), ("beta_scale", c_double), ("lower_bound", c_double), ("temperature", c_double),
+        ("step_least", c_double), ("step_most", c_double),
+        ("at_decay", c_int64), ("at_gate", c_int64), ("at_write", c_int64), ("decay", Linear), ("gate", Linear),
         ("query_heads", c_int64), ("kv_heads", c_int64), ("head_dim", c_int64), ("rotary", c_int64),
         ("gated", c_int64), ("q_norm", Norm), ("k_norm", Norm), ("scale", c_double), ("cos", c_void_p),
         ("sin", c_void_p),

@@ -5,7 +5,18 @@ import torch
 from cases import interpreted
 from torch import Tensor, nn
 
-from lineate.layers import GatedAttention, GatedDeltaNet, KimiDeltaAttention, Memory, RMSNorm, SwiGLU
+from lineate.layers import (
+    DeltaNet,
+    GatedAttention,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    LinearAttention,
+    Mamba2,
+    Memory,
+    RMSNorm,
+    SwiGLU,
+)
 from lineate.layers.state import CacheInPlace
 from lineate.layers.steps import feed_step, mix_step
 
@@ -102,7 +113,9 @@ def make(kind: type) -> tuple[nn.Module, Memory | CacheInPlace]:
 
 @pytest.mark.parametrize("change", [None, *CHANGES])
 @pytest.mark.parametrize("name", ["in_proj", "out_proj"])
-@pytest.mark.parametrize("kind", [GatedDeltaNet, KimiDeltaAttention, GatedAttention])
+@pytest.mark.parametrize(
+    "kind", [GatedDeltaNet, KimiDeltaAttention, DeltaNet, GatedLinearAttention, Mamba2, GatedAttention]
+)
 @torch.no_grad()
 def test_mixers(kind, name, change):
     torch.manual_seed(0)
@@ -146,3 +159,49 @@ def test_gates_with_a_lower_bound(kind, rows):
     found = mix_step(norm, mixer, x, Memory(tensors, owned=True), RMSNorm(HIDDEN))
     torch.testing.assert_close(found.x, x + expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found.state["memory"], after["memory"], rtol=1e-4, atol=1e-5)
+
+
+SIZES = {"value_heads": 4, "key_dim": 12, "value_dim": 20}
+STEPS = {
+    "delta rule": lambda: DeltaNet(HIDDEN, 2, **SIZES, beta_scale=2.0),
+    "delta rule, no convolution": lambda: DeltaNet(HIDDEN, 2, **SIZES, conv_size=0, gate_activation="sigmoid"),
+    "gated linear": lambda: GatedLinearAttention(HIDDEN, 2, **SIZES, decay_rank=5),
+    "Mamba-2": lambda: Mamba2(HIDDEN, 4, state_dim=24),
+    "Mamba-2, groups": lambda: Mamba2(HIDDEN, 4, head_dim=10, state_dim=9, groups=2, norm_groups=4),
+    "Mamba-2, gate last": lambda: Mamba2(HIDDEN, 4, state_dim=16, gate_first=False, conv_bias=False),
+    "Mamba-2, bounded steps": lambda: Mamba2(HIDDEN, 4, state_dim=16, step_least=0.02, step_most=0.05, conv_size=3),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("case", STEPS)
+@torch.no_grad()
+def test_steps_of_other_rules(case, rows, narrow):
+    """One launch has what the mixer computes in many, for memories in float32 and in bfloat16."""
+    torch.manual_seed(0)
+    norm, x, mixer = RMSNorm(HIDDEN), torch.randn(rows, 1, HIDDEN), STEPS[case]()
+    for weight in mixer.parameters():
+        weight.add_(0.1 * torch.randn_like(weight))
+    _, state = mixer(torch.randn(rows, 3, HIDDEN))
+    given = {name: y.bfloat16() if narrow and name == "memory" else y for name, y in state.tensors.items()}
+    tensors = {name: y.clone(memory_format=torch.contiguous_format) for name, y in given.items()}
+    expected, after = mixer(norm(x), Memory(given))
+    found = mix_step(norm, mixer, x, Memory(tensors, owned=True), None)
+    assert found is not None
+    torch.testing.assert_close(found.x, x + expected, rtol=1e-4, atol=1e-5)
+    for name, wanted in after.tensors.items():
+        within = {"rtol": 1e-2, "atol": 1e-2} if narrow and name == "memory" else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(found.state[name], wanted, **within)
+        assert found.state[name].data_ptr() == tensors[name].data_ptr()
+
+
+@torch.no_grad()
+def test_what_the_kernels_do_not_compute_is_called():
+    norm, x = RMSNorm(HIDDEN), torch.randn(1, 1, HIDDEN)
+    for mixer in (
+        LinearAttention(HIDDEN, 2), Mamba2(HIDDEN, 4, bias=True), DeltaNet(HIDDEN, 2, gate_activation="none")
+    ):  # fmt: skip
+        _, state = mixer(torch.randn(1, 3, HIDDEN))
+        tensors = {name: y.contiguous() for name, y in state.tensors.items()}
+        assert mix_step(norm, mixer, x, Memory(tensors, owned=True), None) is None

@@ -181,6 +181,7 @@ def step(name: str, dtype: str, rows: int, overlap: bool) -> None:
     with launching.overlapping() if overlap else nullcontext():
         if name == "convolution":
             ops.convolve_in_place(empty(rows, 512, dtype=dtype), *convolution)
+            ops.convolve_in_place(empty(rows, 512, dtype=dtype), *convolution, empty(512, dtype=dtype))
         elif name == "product" and rows == 1:
             products.product_one(x, weight, norm=norm, convolution=convolution)
             products.product_one(x, weight, empty(n, dtype=dtype), residual=empty(1, n, dtype=dtype))
@@ -212,9 +213,15 @@ def step(name: str, dtype: str, rows: int, overlap: bool) -> None:
                 memory = empty(rows, 8, 128, 128, dtype=state)
                 inputs = Inputs(q, k, v, gate, write, memory, None, empty(8), empty(8, *channel))
                 token.mix(
-                    inputs, empty(rows, 1, 1024, dtype=dtype), empty(128, dtype=dtype), eps=1e-6, silu=silu,
-                    beta_scale=1.0, scale=0.1, seeds=empty(rows, dtype="int64") if state == "bfloat16" else None,
+                    inputs, token.Token(True, "speed", 0.1),
+                    (empty(rows, 1, 1024, dtype=dtype), empty(128, dtype=dtype), 1e-6, silu),
+                    seeds=empty(rows, dtype="int64") if state == "bfloat16" else None,
                 )  # fmt: skip
+                inputs = inputs._replace(log_decay=gate[..., 0] if channel else gate, beta=None)
+                inputs = inputs._replace(dt_bias=empty(8))
+                found = token.mix(inputs, token.Token(False, "step", 1.0), None, empty(8, dtype=dtype))
+                z, over = empty(rows, 1, 1024, dtype=dtype), empty(1024, dtype=dtype)
+                token.norm_groups(found, z, over, groups=2, eps=1e-6, gate_first=silu)
 
 
 def small(form: str, dtype: str, rows: int, overlap: bool) -> None:

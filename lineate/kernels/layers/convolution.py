@@ -174,12 +174,12 @@ def convolve(
 
 @triton.jit(do_not_specialize=["x_row"])
 def convolve_one(
-    x, weight, state, y, final, x_row,
+    x, weight, bias, state, y, final, x_row,
     CHANNELS: tl.constexpr, SIZE: tl.constexpr, BC: tl.constexpr, UNIT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Decode one token a row: read the state once and write the next one, which may be the same tensor.
 
-    The bits are those of convolve.
+    The bits are those of convolve, which has no bias `CHANNELS`.
     """
     CHANNEL_BLOCKS: tl.constexpr = (CHANNELS + BC - 1) // BC
     row = (tl.program_id(0) // CHANNEL_BLOCKS).to(tl.int64)
@@ -188,11 +188,15 @@ def convolve_one(
     x += row * (tl.cast(x_row, tl.int64) * UNIT)
     x1, x2, x3 = _window(x, 0, state, row, 0, c, has, SIZE, CHANNELS)
     w0, w1, w2, w3 = _weights(weight, c, has, SIZE)
+    if bias is not None:
+        shift = tl.load(bias + c, mask=has, other=0.0).to(tl.float32)
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     x0 = tl.load(x + c, mask=has, other=0.0).to(tl.float32)
     u = _sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE)
+    if bias is not None:
+        u += shift
     tl.store(y + row * CHANNELS + c, u * _sigmoid(u), mask=has)
     tl.debug_barrier()  # every thread has read what may be overwritten now
     final += (row * CHANNELS + c) * (SIZE - 1)

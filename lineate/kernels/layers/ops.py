@@ -80,7 +80,7 @@ def _convolve(
         if t == 1 and bounds is None:
             block = min(256, next_power(channels))
             start(convolution.convolve_one, (b * ceil_div(channels, block),))(
-                x, weight, state, y, final, x_row // unit, **constants, BC=block, OVERLAP=False, num_warps=2
+                x, weight, None, state, y, final, x_row // unit, **constants, BC=block, OVERLAP=False, num_warps=2
             )
             return
         block = min(512, next_power(channels))
@@ -181,7 +181,7 @@ def short_convolution(
     return _run_convolution(x, weight, state, cu_seqlens)
 
 
-def convolve_in_place(x: Tensor, weight: Tensor, state: Tensor) -> Tensor:
+def convolve_in_place(x: Tensor, weight: Tensor, state: Tensor, bias: Tensor | None = None) -> Tensor:
     """Convolve one token a row, x `rows channels`; the state `rows channels size-1` is overwritten. No gradients.
 
     The launches shortly before this must not write the state, which is read while they run (launching.overlapping).
@@ -193,7 +193,7 @@ def convolve_in_place(x: Tensor, weight: Tensor, state: Tensor) -> Tensor:
     block = min(256, next_power(channels))
     with torch.cuda.device_of(x):
         start(convolution.convolve_one, (x.shape[0] * ceil_div(channels, block),))(
-            x, weight.contiguous(), state, y, state, x_row // unit,
+            x, weight.contiguous(), bias, state, y, state, x_row // unit,
             CHANNELS=channels, SIZE=weight.shape[1], UNIT=unit, BC=block, num_warps=2,
             **overlap_options(x.device),
         )  # fmt: skip

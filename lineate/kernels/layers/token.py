@@ -1,13 +1,18 @@
 """One token a row of a linear mixer, and of attention: what lies between their projections, without gradients.
 
-A linear mixer with raw gates takes one launch, a program a row and value head with its whole memory in registers:
+A linear mixer takes one launch, a program a row and value head with its whole memory in registers:
 
-    S' = Diag(exp(decay_of_gate(a + dt_bias))) S             r = beta_scale sigmoid(b) (v - S'^T k)
-    S  = S' + k r^T                                          y = norm(scale S^T q) act(z)
+    S' = Diag(exp(decay_of_gate(a + dt_bias))) S             r = beta_scale sigmoid(b) (v - S'^T k), or v
+    S  = S' + k r^T                                          y = norm(scale S^T q + D v) act(z)
+
+layers/step_spec.py says which parts a mixer has. A norm over groups of all heads' channels is a second launch.
 
 Attention takes one launch that norms and turns queries and keys, and writes keys and values into the caches; then
 cached.py reads them.
 """
+
+import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -19,9 +24,13 @@ from lineate.call import Inputs
 from lineate.kernels.launching import next_power, overlap_options, start
 from lineate.kernels.layers.rows import _sigmoid
 from lineate.kernels.portable.decode import _unit
-from lineate.kernels.portable.gates import decay_of_gate
+from lineate.kernels.portable.gates import decay_of_gate, softplus
 from lineate.kernels.portable.rounding import round_nearest, round_stochastic, seed_of_head
 
+SPEED = tl.constexpr(1)
+SIGMOID = tl.constexpr(2)
+DECAY_GATES = {"none": 0, "speed": 1, "sigmoid": 2, "step": 3}
+"""The functions from the raw decay to the decay (layers/step_spec.py), and their numbers in the kernel."""
 MOST_STATE = 128 * 128
 """The most numbers of a head's memory that a program has in registers."""
 FEW_ROWS = 4
@@ -30,13 +39,16 @@ FEW_ROWS = 4
 
 @triton.jit(do_not_specialize=["q_row", "k_row", "v_row", "z_row", "gate_row", "write_row"])
 def mix_token(
-    q, k, v, z, gate, write, A_log, dt_bias, weight, state, seeds, y, scale, beta_scale, lower_bound, eps,
-    q_row, k_row, v_row, z_row, gate_row, write_row,
+    q, k, v, z, gate, write, A_log, dt_bias, weight, skip, state, seeds, y, scale, beta_scale, lower_bound, temperature,
+    step_least, step_most, eps, q_row, k_row, v_row, z_row, gate_row, write_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr, SILU: tl.constexpr, NARROW: tl.constexpr,
-    INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
+    UNIT: tl.constexpr, DECAY: tl.constexpr, PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr,
+    SILU: tl.constexpr, NARROW: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row and value head: q, k `rows HEADS/GROUP K`, v, z, y `rows HEADS V`, gate and write `rows HEADS [K]`."""
+    """One row and value head: q, k `rows HEADS/GROUP K`, v, z, y `rows HEADS V`, gate and write `rows HEADS [K]`.
+
+    Without `write` the memory is added to, without `gate` it keeps all, and without a norm's `weight` z is not read.
+    """
     head = tl.program_id(0) % HEADS
     row = (tl.program_id(0) // HEADS).to(tl.int64)
     i = tl.arange(0, BK)
@@ -46,8 +58,12 @@ def mix_token(
     both = has_i[:, None] & has_j[None, :]
     state += (row * HEADS + head) * (K * V) + i[:, None] * V + j[None, :]
     S = tl.load(state, mask=both, other=0.0).to(tl.float32)  # of the step before: no launch under way writes it
-    w = tl.load(weight + j, mask=has_j, other=0.0).to(tl.float32)
-    speed = tl.exp(tl.load(A_log + head).to(tl.float32))
+    if weight is not None:
+        w = tl.load(weight + j, mask=has_j, other=0.0).to(tl.float32)
+    if A_log is not None:
+        speed = tl.exp(tl.load(A_log + head).to(tl.float32))
+    if skip is not None:
+        passed = tl.load(skip + head).to(tl.float32)
     bias = 0.0
     if dt_bias is not None:
         if BIAS_PER_CHANNEL:
@@ -60,20 +76,38 @@ def mix_token(
     q_t = tl.load(q + row * q_row + head // GROUP * K + i, mask=has_i, other=0.0).to(tl.float32)
     k_t = tl.load(k + row * k_row + head // GROUP * K + i, mask=has_i, other=0.0).to(tl.float32)
     v_t = tl.load(v + row * v_row + head * V + j, mask=has_j, other=0.0).to(tl.float32)
-    z_t = tl.load(z + row * z_row + head * V + j, mask=has_j, other=0.0).to(tl.float32)
-    b_t = tl.load(write + row * write_row + head).to(tl.float32)
-    if PER_CHANNEL:
-        a_t = tl.load(gate + row * gate_row + head * K + i, mask=has_i, other=0.0).to(tl.float32)
+    if weight is not None:
+        z_t = tl.load(z + row * z_row + head * V + j, mask=has_j, other=0.0).to(tl.float32)
+    if write is not None:
+        b_t = tl.load(write + row * write_row + head).to(tl.float32)
+    if gate is not None:
+        if PER_CHANNEL:
+            a_t = tl.load(gate + row * gate_row + head * K + i, mask=has_i, other=0.0).to(tl.float32)
+        else:
+            a_t = tl.load(gate + row * gate_row + head).to(tl.float32)
+    if UNIT:
+        q_t = _unit(q_t) * scale
+        k_t = _unit(k_t)
     else:
-        a_t = tl.load(gate + row * gate_row + head).to(tl.float32)
-    q_t = _unit(q_t) * scale
-    k_t = _unit(k_t)
-    decay = tl.exp(decay_of_gate(a_t + bias, speed, lower_bound))
-    if PER_CHANNEL:
-        S *= decay[:, None]
-    else:
-        S *= decay
-    r = beta_scale / (1.0 + tl.exp(-b_t)) * (v_t - tl.sum(S * k_t[:, None], 0))
+        q_t *= scale
+    r = v_t
+    if gate is not None:
+        if DECAY == SPEED:
+            decay = tl.exp(decay_of_gate(a_t + bias, speed, lower_bound))
+        elif DECAY == SIGMOID:
+            decay = tl.exp(-softplus(-a_t) / temperature)
+        else:
+            dt = softplus(a_t + bias)
+            dt = tl.where(dt < step_least, step_least, dt)  # NaN stays NaN
+            dt = tl.where(dt > step_most, step_most, dt)
+            decay = tl.exp(-speed * dt)
+            r *= dt
+        if PER_CHANNEL:
+            S *= decay[:, None]
+        else:
+            S *= decay
+    if write is not None:
+        r = beta_scale / (1.0 + tl.exp(-b_t)) * (v_t - tl.sum(S * k_t[:, None], 0))
     o = tl.sum(S * q_t[:, None], 0) + tl.sum(k_t * q_t, 0) * r
     S += k_t[:, None] * r[None, :]
     if NARROW:
@@ -83,55 +117,129 @@ def mix_token(
             seed = tl.load(seeds + row).to(tl.int64)
             S = round_stochastic(S, seed_of_head(seed, head), i, j, V)
     tl.store(state, S, mask=both)
-    o = o.to(y.dtype.element_ty).to(tl.float32)  # rounded as between two launches
-    o *= tl.rsqrt(tl.sum(o * o, 0) * (1.0 / V) + eps) * w
-    o *= _sigmoid(z_t)
-    if SILU:
-        o *= z_t
+    if skip is not None:
+        o += passed * v_t
+    if weight is not None:
+        o = o.to(y.dtype.element_ty).to(tl.float32)  # rounded as between two launches
+        o *= tl.rsqrt(tl.sum(o * o, 0) * (1.0 / V) + eps) * w
+        o *= _sigmoid(z_t)
+        if SILU:
+            o *= z_t
     tl.store(y + (row * HEADS + head) * V + j, o, mask=has_j)
+
+
+@dataclass(frozen=True)
+class Token:
+    """What `mix` computes beyond its tensors; see layers/step_spec.py.
+
+    Args:
+        unit: Whether q and k are normalised.
+        decay_gate: The function from the raw decay to the decay.
+        scale: Multiplies what is read.
+        beta_scale: beta lies in (0, beta_scale).
+        lower_bound: Of log_decay, or None.
+        temperature: Of the decay gate "sigmoid".
+        step_least: The smallest step of the decay gate "step".
+        step_most: The largest one.
+    """
+
+    unit: bool
+    decay_gate: str
+    scale: float
+    beta_scale: float = 1.0
+    lower_bound: float | None = None
+    temperature: float = 1.0
+    step_least: float = 0.0
+    step_most: float = math.inf
 
 
 def mix(
     inputs: Inputs,
-    z: Tensor,
-    weight: Tensor,
-    *,
-    eps: float,
-    silu: bool,
-    beta_scale: float,
-    scale: float,
-    lower_bound: float | None = None,
+    token: Token,
+    norm: tuple[Tensor, Tensor, float, bool] | None,
+    skip: Tensor | None = None,
     seeds: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Run one token a row of the delta rule with raw gates, its norm and output gate; return `rows 1 hv*v`.
+) -> Tensor:
+    """Run one token a row of a rule with raw gates, and its norm and output gate; return `rows 1 hv*v`.
 
     The memory, inputs.state, is overwritten. Launches shortly before this must not write it, nor the parameters.
 
     Args:
-        inputs: q, k `rows 1 h k`, v `rows 1 hv v`, raw gates, the memory, A_log and dt_bias.
-        z: The output gate, before its activation, `rows 1 hv*v`.
-        weight: Of the norm, `v`.
-        eps: Of the norm.
-        silu: Whether the activation is silu; otherwise it is the sigmoid.
-        beta_scale: beta lies in (0, beta_scale).
-        scale: Multiplies what is read.
-        lower_bound: Of log_decay, or None.
+        inputs: q, k `rows 1 h k`, v `rows 1 hv v`, raw gates or None, the memory, A_log and dt_bias.
+        token: What is computed.
+        norm: The output gate before its activation, `rows 1 hv*v`; the norm's weight, `v`, and eps; whether the
+            activation is silu, otherwise it is the sigmoid. None: neither is applied, and the result is float32.
+        skip: D `hv`: D v is added.
         seeds: `rows`, int: rounds a bfloat16 memory stochastically; None: to the nearest.
     """
     q, k, v, gate, write, state, _, A_log, dt_bias = inputs
-    assert gate is not None and write is not None and state is not None and A_log is not None
+    assert state is not None
     rows, _, h, key_dim = q.shape
     hv, value_dim = v.shape[2:]
-    y = torch.empty(rows, 1, hv * value_dim, dtype=v.dtype, device=v.device)
+    z, weight, eps, silu = (None, None, 0.0, False) if norm is None else norm
+    y = torch.empty(rows, 1, hv * value_dim, dtype=torch.float32 if norm is None else v.dtype, device=v.device)
     wide, tall = next_power(value_dim), next_power(key_dim)
     with torch.cuda.device_of(q):
         start(mix_token, (rows * hv,))(
-            q, k, v, z, gate, write, A_log, dt_bias, weight, state, seeds, y, scale, beta_scale, lower_bound,
-            eps, *(x.stride(0) for x in (q, k, v, z, gate, write)),
-            HEADS=hv, GROUP=hv // h, K=key_dim, V=value_dim, BK=tall, BV=wide, PER_CHANNEL=gate.dim() == 4,
+            q, k, v, z, gate, write, A_log, dt_bias, weight, skip, state, seeds, y, token.scale, token.beta_scale,
+            token.lower_bound, token.temperature, token.step_least, token.step_most, eps,
+            *(0 if x is None else x.stride(0) for x in (q, k, v, z, gate, write)),
+            HEADS=hv, GROUP=hv // h, K=key_dim, V=value_dim, BK=tall, BV=wide, UNIT=token.unit,
+            DECAY=DECAY_GATES[token.decay_gate], PER_CHANNEL=gate is not None and gate.dim() == 4,
             BIAS_PER_CHANNEL=dt_bias is not None and dt_bias.dim() == 2, SILU=silu,
             NARROW=state.dtype is torch.bfloat16, INTERPRETED=q.device.type == "cpu",
             num_warps=max(1, min(8, wide * tall // 2048)), **overlap_options(q.device),
+        )  # fmt: skip
+    return y
+
+
+@triton.jit(do_not_specialize=["z_row"])
+def norm_group(
+    x, z, weight, y, eps, z_row, GROUPS: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr,
+    GATE_FIRST: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One row and group of x, y `rows GROUPS*SIZE`: norm(x silu(z)), or norm(x) silu(z)."""
+    row = (tl.program_id(0) // GROUPS).to(tl.int64)
+    n = tl.arange(0, BN)
+    has = n < SIZE
+    at = tl.program_id(0) % GROUPS * SIZE + n
+    w = tl.load(weight + at, mask=has, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    opened = tl.load(z + row * z_row + at, mask=has, other=0.0).to(tl.float32)
+    opened *= _sigmoid(opened)
+    found = tl.load(x + row * (GROUPS * SIZE) + at, mask=has, other=0.0).to(tl.float32)
+    if GATE_FIRST:
+        found *= opened
+    found *= tl.rsqrt(tl.sum(found * found, 0) * (1.0 / SIZE) + eps) * w
+    if not GATE_FIRST:
+        found *= opened
+    tl.store(y + row * (GROUPS * SIZE) + at, found, mask=has)
+
+
+WIDEST_GROUP = 16384
+"""The most channels that `norm_groups` normalises together."""
+
+
+def norm_groups(x: Tensor, z: Tensor, weight: Tensor, *, groups: int, eps: float, gate_first: bool) -> Tensor:
+    """Return RMSNorm(x silu(z)), or RMSNorm(x) silu(z), over groups of channels; `rows 1 n` in the dtype of z.
+
+    Args:
+        x: `rows 1 n`, dense.
+        z: `rows 1 n`.
+        weight: `n`.
+        groups: How many groups the n channels are cut into.
+        eps: Added to the mean square.
+        gate_first: Whether the norm follows the gate.
+    """
+    rows, n = len(x), x.shape[-1]
+    y = torch.empty(x.shape, dtype=z.dtype, device=x.device)
+    width = next_power(n // groups)
+    with torch.cuda.device_of(x):
+        start(norm_group, (rows * groups,))(
+            x, z, weight, y, eps, z.stride(0), GROUPS=groups, SIZE=n // groups, BN=width, GATE_FIRST=gate_first,
+            num_warps=max(1, min(16, width // 512)), **overlap_options(x.device),
         )  # fmt: skip
     return y
 

@@ -1,0 +1,81 @@
+"""The decoding step of a mixer with a fixed-size memory, as data that is declared once, in the mixer's row.
+
+    q | k | v | columns = in_proj(x)                   q | k | v = silu(conv(q | k | v))
+    S' = Diag(decay) S                                 r = beta (v - S'^T k), or v
+    S  = S' + k r^T                                    o = scale S^T q
+    y  = out_proj(norm(o + D v) * act(gate))
+
+The step in C on a CPU (native_steps.py) and the step in few launches on a GPU (steps.py) read it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from lineate.rule import DecayShape, Rule
+
+Column = Literal["gate", "decay", "write"]
+"""What in_proj makes after q | k | v: the output gate, the raw decay, the logit of beta."""
+Features = Literal["plain", "unit", "map"]
+"""How the rule uses q and k: as they are, with norm 1, or through the mixer's `feature_map`."""
+DecayGate = Literal["none", "speed", "sigmoid", "step"]
+"""The function from the raw decay a to the decay:
+
+    speed      exp(-exp(A_log) softplus(a + dt_bias)), or, if the mixer has a gate_lower_bound,
+               exp(gate_lower_bound sigmoid(exp(A_log) (a + dt_bias)))
+    sigmoid    sigmoid(a)^(1 / temperature)
+    step       exp(-exp(A_log) dt), with dt = softplus(a + dt_bias) within step_least .. step_most; dt multiplies v too
+"""
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """What one token of a linear mixer computes.
+
+    The sizes and parameters are attributes of the mixer, with the same names in all of them (`LinearMixer`).
+
+    Args:
+        mixer: the class whose forward this describes; a subclass of it may compute something else.
+        rule: the rule that runs, which says whether the write is corrected.
+        columns: what in_proj makes after q | k | v, in this order.
+        features: how the rule uses q and k.
+        decay: the shape of the decay.
+        decay_gate: the function from the raw decay to the decay.
+        temperature: see `DecayGate`.
+        low_rank: the gates that may have a projection of low rank behind in_proj, the mixer's decay_proj and gate_proj.
+        scaled: whether the output is divided by sqrt(k).
+        divides: whether it is divided by q . (sum of keys), which is the last column of the memory.
+        skips: whether D v is added to it, with the mixer's D `hv`.
+        grouped: whether the norm is one over groups of all heads' channels (mamba2.GroupedGatedNorm), not one a head.
+    """
+
+    mixer: type[nn.Module]
+    rule: Rule
+    columns: tuple[Column, ...]
+    features: Features = "plain"
+    decay: DecayShape = "none"
+    decay_gate: DecayGate = "none"
+    temperature: float = 1.0
+    low_rank: tuple[Column, ...] = ()
+    scaled: bool = True
+    divides: bool = False
+    skips: bool = False
+    grouped: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise unless the columns are those that the rule reads."""
+        if self.decay not in self.rule.decays:
+            raise ValueError(
+                f"decay must be one of {', '.join(self.rule.decays)} with {self.rule.name}, got {self.decay!r}"
+            )
+        wanted = {"gate", *(("write",) if self.rule.corrects else ()), *(("decay",) if self.decay != "none" else ())}
+        if set(self.columns) != wanted or len(self.columns) != len(wanted):
+            raise ValueError(
+                f"columns must have each of {', '.join(sorted(wanted))} once with {self.rule.name} and decay "
+                f"{self.decay!r}, got {self.columns}"
+            )
+        if (self.decay == "none") != (self.decay_gate == "none"):
+            raise ValueError(
+                f"decay_gate must be 'none' if decay is, and only then, got {self.decay_gate!r} with {self.decay!r}"
+            )
