@@ -97,6 +97,8 @@ def _sign(command: Any) -> None:
             inner = get_args(kind)
             kind = list[inner[0]] | None if inner[-1] is ... else kind | None  # type: ignore[valid-type]
             shown = " ".join(map(str, f.default))  # type: ignore[arg-type]
+        elif kind == int | str:  # a word of the command line, which TrainConfig reads
+            kind = str | None
         elif type(None) not in get_args(kind):
             kind = kind | None
         default = "" if shown is None else f" [default: {shown}]"

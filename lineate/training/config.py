@@ -19,6 +19,8 @@ OPTION_VALUES = {
     "shard": ("none", "full"),
 }
 """The values that an option may have, for options with a fixed set."""
+MOST_THREADS = 1024
+"""The most threads that can be asked for."""
 FIXED_OPTIONS = ("model", "pattern", "tokenizer", "length", "rows", "seed", "optimizer", "validation_fraction")
 """Options that a resumed run cannot change: its weights or its position in the data would mean something else. The data
 may move; prepare.py compares their contents."""
@@ -73,6 +75,9 @@ class TrainConfig:
     compile: bool = option(False, "torch.compile of each block; says before the first step whether it pays.")
     seed: int = option(0, "Seed of the weights, the order of the documents, and the samples.")
     device: str = option("auto", "cpu, cuda, or auto: a GPU if there is one.")
+    threads: int | str = option(
+        "auto", "Threads of a rank on a CPU: a number, or auto, the fastest measured; a resumed run keeps its number."
+    )
     validation_fraction: float = option(0.02, "Part of the documents that is never trained on.")
     eval_every: int = option(100, "Steps between validation losses; 0: only at the end.")
     eval_batches: int = option(8, "Batches in a validation loss.")
@@ -90,6 +95,8 @@ class TrainConfig:
         from lineate.torch_ops.dtypes import full_name  # now, as it needs torch, which lineate train --help does not
 
         object.__setattr__(self, "dtype", full_name(self.dtype))
+        if isinstance(self.threads, str) and self.threads in map(str, range(MOST_THREADS + 1)):
+            object.__setattr__(self, "threads", int(self.threads))  # the command line has words
 
     def check(self) -> None:
         """Raise ValueError for whatever can be found wrong without looking at the data or the device."""
@@ -104,6 +111,8 @@ class TrainConfig:
         for name, smallest in least.items():
             if (value := getattr(self, name)) < smallest:
                 raise ValueError(f"{name} must be at least {smallest}, got {value}")
+        if self.threads != "auto" and not (isinstance(self.threads, int) and 1 <= self.threads <= MOST_THREADS):
+            raise ValueError(f"threads must be auto or a number from 1 to {MOST_THREADS}, got {self.threads!r}")
         for name, low, high in (("min_lr", 0, 1), ("decay", 0, 1), ("seed", 0, 2**63 - 1)):
             if not low <= (value := getattr(self, name)) <= high:
                 raise ValueError(f"{name} must lie in {low} .. {high}, got {value}")

@@ -54,6 +54,10 @@ class Trainer(Learner):
     """Sizes and checksums of the data, which must be the same when the run is resumed."""
     entropy: float
     """Entropy of single tokens in nats, the loss of the best model that ignores context."""
+    threads: int = 0
+    """How many threads torch computes with in this run."""
+    threads_before: int = 0
+    """How many it had before, which close() sets again; 0: nothing to set."""
     looked: int = 0
     """The last step after which the validation loss and the sample, if due, were made."""
     saved: int = 0
@@ -134,6 +138,8 @@ class Trainer(Learner):
         """Report the last step if that was not done, close the report and leave the process group."""
         self._report_unseen()
         self.report.close()
+        if self.threads_before:
+            torch.set_num_threads(self.threads_before)
         self.world.close()
 
     def train_step(self) -> None:
@@ -234,6 +240,7 @@ class Trainer(Learner):
         state = {
             "step": self.step, "looked": self.looked, "config": self.config.to_dict(), "data": self.data,
             "metrics": self.report.position, "best": self.best, "skipped": self.skipped, "random": python,
+            "threads": self.threads if self.world.device.type == "cpu" else None,
         }  # fmt: skip
         checkpoint.write_json(folder / checkpoint.RUN_STATE_FILE, state)
         checkpoint.write_json(folder / CONFIG_FILE, _model_config(self.model))

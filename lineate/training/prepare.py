@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lineate.console.names import nearest
-from lineate.models import HybridLM
+from lineate.models import HybridConfig, HybridLM
 from lineate.models.families import read_config, small_format
 from lineate.models.files.checkpoint import Checkpoint, read_json
 from lineate.models.files.safetensors import CheckpointError
@@ -23,18 +23,19 @@ from lineate.text import Bytes, Tokenizer, has_tokenizer, load_tokenizer, make_t
 from lineate.text.tokenizer import check_name
 from lineate.torch_ops.tracing import cpu_by_default
 from lineate.training import checkpoint
-from lineate.training.config import CONFIG_FILE, FIXED_OPTIONS, TrainConfig
+from lineate.training.config import CONFIG_FILE, FIXED_OPTIONS, MOST_THREADS, TrainConfig
 from lineate.training.distributed import World
 from lineate.training.loop import Trainer
 from lineate.training.optim import make_optimizer
 from lineate.training.order import ShuffledBatches
 from lineate.training.report import METRICS_FILE, PLOT_FILE, RunReporter, need_tensorboard
 from lineate.training.sources import documents
+from lineate.training.threads import set_threads
 from lineate.training.tokens import TokenStore
 
 RUN_STATE_TYPES: dict[str, tuple[type, ...]] = {
     "step": (int,), "looked": (int,), "config": (dict,), "data": (dict,), "metrics": (int,), "skipped": (int,),
-    "best": (float, int, type(None)), "random": (list,),
+    "best": (float, int, type(None)), "random": (list,), "threads": (int, type(None)),
 }  # fmt: skip
 """The keys of a checkpoint's state.json and their types; an int must be at least 0."""
 OTHER_TOKENIZERS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model", "*.tiktoken", "tiktoken.model")
@@ -85,6 +86,7 @@ def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     world = World.start(device, config.shard, config.context, config.tensor)
     report = RunReporter(config, world.is_main)
+    threads = torch.get_num_threads()
 
     def take() -> None:
         """Lock the run's folder."""
@@ -96,8 +98,10 @@ def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
     try:
         world.on_main(take, "use the run's folder")
         trainer = _prepare(config, resume, world, report)
+        trainer.threads_before = threads
         trainer.begin()
     except BaseException:
+        torch.set_num_threads(threads)
         report.release()
         raise
     return trainer
@@ -116,6 +120,8 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: RunReporte
         if saved is None:
             _check_model(config)
     state = None if saved is None else _read_state(saved, config)
+    kept = None if state is None else state["threads"]
+    threads = set_threads(config, _sizes(config, saved).hidden_size, kept, world, report)
     tokenizer = _tokenizer(config, saved, world)
     _check_prompt(config.prompt, tokenizer)
     store = world.on_main(  # rank 0 makes the file, and the others open it
@@ -150,7 +156,7 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: RunReporte
     optimizer = make_optimizer(model, config.optimizer, config.lr, config.weight_decay, config.betas)
     trainer = Trainer(
         config=config, world=world, report=report, tokenizer=tokenizer, data=data, batches=batches,
-        validation=validation, model=model, optimizer=optimizer, entropy=learn.unigram_entropy(),
+        validation=validation, model=model, optimizer=optimizer, entropy=learn.unigram_entropy(), threads=threads,
         runs_ahead=world.size == 1 and world.device.type == "cuda",
     )  # fmt: skip
     if saved is not None and state is not None:
@@ -170,6 +176,15 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: RunReporte
         for block in model.layers:
             block.compile()
     return trainer
+
+
+def _sizes(config: TrainConfig, saved: Path | None = None) -> HybridConfig:
+    """Return the configuration of the model of a checkpoint, or else of a new one, but for its vocabulary."""
+    if saved is not None:
+        return read_config(Checkpoint(saved, read_json(saved / CONFIG_FILE), {}))
+    if config.model in PRESETS:
+        return preset(config.model, config.pattern, vocab_size=config.tensor)
+    return read_config(Checkpoint.open(Path(config.model)))
 
 
 def check_folder(out: Path, resume: bool) -> None:
@@ -219,6 +234,7 @@ def _read_state(path: Path, config: TrainConfig) -> dict[str, Any]:
     file = path / checkpoint.RUN_STATE_FILE
     state = read_json(file)
     state.setdefault("looked", state.get("step"))  # earlier versions did not write it, and it equalled step
+    state.setdefault("threads", torch.get_num_threads())  # nor this, and never set it
     older = f"remove {path} to go on from an older checkpoint"
     for name, kinds in RUN_STATE_TYPES.items():
         value = state.get(name, ...)
@@ -231,6 +247,8 @@ def _read_state(path: Path, config: TrainConfig) -> dict[str, Any]:
             f"{file}: expected step {int(path.name[5:])}, as its folder says, and looked no larger, got "
             f"step {state['step']} and looked {state['looked']}; {older}"
         )
+    if state["threads"] is not None and not 1 <= state["threads"] <= MOST_THREADS:
+        raise CheckpointError(f"{file}: expected threads from 1 to {MOST_THREADS}, got {state['threads']}; {older}")
     for name in FIXED_OPTIONS:
         was, now = state["config"].get(name), config.to_dict()[name]
         if was != now:
@@ -323,12 +341,9 @@ def _check_ranks(config: TrainConfig) -> None:
     """Raise ValueError if rows or the model are to be shared among ranks and it has layers that cannot do so."""
     if config.context == config.tensor == 1:
         return
-    if config.model in PRESETS:
-        sizes = preset(config.model, config.pattern, vocab_size=config.tensor)
-    elif Path(config.model).is_dir():  # a resumed run does not need the folder
-        sizes = read_config(Checkpoint.open(Path(config.model)))
-    else:
+    if config.model not in PRESETS and not Path(config.model).is_dir():  # a resumed run does not need the folder
         return
+    sizes = _sizes(config)
     rank_config(sizes, config.tensor)
     if config.context == 1:
         return
