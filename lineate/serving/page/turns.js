@@ -1,5 +1,6 @@
 // One turn of the conversation as an element that follows its node: text, errors, strip and what can be done with it.
 
+import { directionOf } from "./direction.js";
 import { button, copyButton, make } from "./dom.js";
 import { Growing } from "./growing.js";
 import { strip } from "./strip.js";
@@ -41,7 +42,7 @@ export class Turn {
     const who = node.role === "user" ? "You" : "Answer";
     this.thought = make("p");
     this.thinking = make("details.thinking", { hidden: true }, make("summary", { textContent: "Thinking" }), this.thought);
-    this.text = make("div.text", { dir: "auto" });
+    this.text = make("div.text", node.role === "user" ? { dir: "auto" } : {});
     this.grown = new Growing(this.text);
     this.note = make("div.note-slot");
     this.figures = make("div.strip-slot");
@@ -85,6 +86,8 @@ export class Turn {
     const [thought, text] = thoughtAndText(node);
     this.thinking.hidden = thought === "";
     if (this.thought.textContent !== thought) this.thought.textContent = thought;
+    const direction = directionOf(text);
+    if (this.text.dir !== direction) this.text.dir = direction;
     this.grown.show(text);
     if (this.around.running) this.element.classList.toggle("waiting", text === "" && thought === "");
   }
