@@ -63,7 +63,7 @@ export class Growing {
 }
 
 /** Whether a text begins with what was shown; `startsWith` compares character by character, 20 times as slow. */
-const continues = (text, shown) => text.slice(0, shown.length) === shown;
+export const continues = (text, shown) => text.slice(0, shown.length) === shown;
 
 /** Return what names the block that begins with this line, its class, and what the line says. */
 function blockOf(line, depth) {

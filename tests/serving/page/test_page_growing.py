@@ -1,9 +1,11 @@
 """An answer that grows is drawn as it would be at once, by work that grows with what is new."""
 
 import random
+import re
+from itertools import pairwise
 
 import pytest
-from chat_page import say
+from chat_page import say, send
 from scripted_server import Script
 
 SHOW = """
@@ -212,3 +214,52 @@ def test_long_paragraphs_are_divided_without_a_change(kind, page):
     if kind in LINES:
         assert at_once == undivided
     assert len(sizes) >= 3 and SIZES[0] <= min(sizes) and max([*sizes, rest]) <= SIZES[1]
+
+
+@pytest.mark.parametrize("part", ["- ok\n", f"{LINE}\n"])
+def test_a_long_answer_is_drawn_in_stages(part, page):
+    """Each call draws at most 16 KiB; the last one leaves what one draw of the whole answer leaves."""
+    drawn, at_once, steps = page.evaluate(f"""async (text) => {{ {SHOW}
+        const {{ Turn }} = await import("./turns.js");
+        const node = {{ id: "a", parent: null, role: "assistant", text, status: "done" }};
+        const turn = new Turn(node, {{}}), once = document.createElement("div"), steps = [];
+        const conversation = {{ nodes: {{ a: node }}, chosen: {{}} }};
+        turn.update(node, {{ conversation, running: false, busy: false, last: true, before: null, most: 1 }});
+        for (steps.push(turn.grown.text.length); !turn.complete; steps.push(turn.grown.text.length)) turn.grow();
+        new Growing(once).show(text);
+        return [drawn(turn.text), drawn(once), steps];
+    }}""", (part * (102400 // len(part)))[:-1])  # fmt: skip
+    assert drawn == at_once and len(steps) == 7
+    assert max(after - before for before, after in pairwise([0, *steps])) <= 16384
+
+
+def test_all_of_long_answers_is_on_the_page(server, page):
+    """Also after a reload, and of an answer that another one follows while it is drawn; the end stays in sight."""
+    long = f"- {LINE}\n" * 600 + "the end"
+    server.scripts["Long"] = Script(pieces=(long,))
+    say(page, "Long")
+    say(page, "and?")
+    whole = """(texts) => texts.every((text, n) => text === document.querySelectorAll(".assistant .text")[n]?.innerText
+        .replace(/\\s+/g, " ").trim())"""
+    texts = [re.sub(r"\s+", " ", re.sub(r"(?m)^- |[`*]", "", long)).strip(), "You said: and?"]
+    page.wait_for_function(whole, arg=texts)
+    page.reload()
+    page.wait_for_function(whole, arg=texts)
+    page.wait_for_function("""() => {
+        const { scrollHeight, scrollTop, clientHeight } = document.getElementById("scroll");
+        return scrollHeight > 5 * clientHeight && scrollHeight - scrollTop - clientHeight < 2;
+    }""")
+
+
+def test_long_thoughts_are_divided(server, page):
+    thought = "it thinks\n" * 3000
+    pieces = [thought[at : at + 1000] for at in range(0, len(thought), 1000)]
+    server.scripts["Think"] = Script(pieces=("<think>", *pieces, "end</think>Yes."), hold_after=3)
+    send(page, "Think")
+    page.locator(".assistant summary").click()
+    server.release()
+    page.locator(".assistant .text", has_text="Yes.").wait_for()
+    shown = page.locator(".thinking p").last
+    assert shown.evaluate("(x) => x.textContent") == f"{thought}end"
+    sizes = shown.evaluate("(x) => [...x.querySelectorAll('.part')].map((y) => y.textContent.length)")
+    assert len(sizes) == 7 and min(sizes) >= SIZES[0]
