@@ -11,6 +11,8 @@ import { largestLayer } from "./strip.js";
 import { add, choose, fork, newConversation, path, versions } from "./tree.js";
 import { Turn, keyForm, sends } from "./turns.js";
 
+const DRAWING = 25; // milliseconds of a frame in which long answers are drawn; laying them out takes about twice as long
+
 const store = new Store();
 const known = { models: [], layers: [], defaults: {}, wantsKey: false };
 const answers = new Answers(store, {
@@ -278,27 +280,30 @@ window.addEventListener("hashchange", () => {
   if (id !== current.id && (store.get(id) || store.get(current.id))) open(id);
 });
 
-/** Draw more of an answer, and then nothing for as long as that took: many elements take a browser a while. */
+/** Draw more of an answer in the next frame. */
 function drawGrowth(node) {
   if (!turns.has(node.id)) return;
   behind.add(node.id);
   if (!drawing) drawBehind();
 }
 
+/** Draw what there is for some milliseconds; when all is shown, nothing for as long as that took: a browser has more to do. */
 function drawBehind() {
   drawing = true;
   requestAnimationFrame(() => {
     const begun = performance.now();
-    for (const id of [...behind]) {
+    for (const id of behind) {
+      behind.delete(id);
       const turn = turns.get(id);
       turn?.grow();
-      if (turn?.complete ?? true) behind.delete(id);
+      if (turn?.complete === false) behind.add(id); // after the others
+      if (performance.now() - begun > DRAWING) break;
     }
     follow(); // lays the page out
     setTimeout(() => {
       drawing = false;
       if (behind.size) drawBehind();
-    }, performance.now() - begun);
+    }, behind.size ? 0 : performance.now() - begun);
   });
 }
 
