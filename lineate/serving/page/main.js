@@ -11,6 +11,8 @@ import { largestLayer } from "./strip.js";
 import { add, choose, fork, newConversation, path, versions } from "./tree.js";
 import { Turn, keyForm, sends } from "./turns.js";
 
+const DRAWING = 25; // milliseconds of a frame in which long answers are drawn; laying them out takes about twice as long
+
 const store = new Store();
 const known = { models: [], layers: [], defaults: {}, wantsKey: false };
 const answers = new Answers(store, {
@@ -33,7 +35,7 @@ let current = newConversation(store.settings);
 let turns = new Map(); // the elements of the shown conversation, by the ids of their nodes
 let followed = true; // whether the end of the conversation stays in sight while an answer grows
 let drawing = false; // whether an answer that has grown is being drawn, or was a moment ago
-let behind = null; // the turn that has grown since
+const behind = new Set(); // the ids of turns that have more text than is shown
 let loading = null; // the promise of the models, while they are being read
 
 const sidebar = new Sidebar({
@@ -126,6 +128,7 @@ function drawTurns() {
     turn.update(node, {
       conversation: current, running: node === running, busy: running !== null, last: index === shown.length - 1, before, most,
     });
+    if (!turn.complete) drawGrowth(node);
     elements.push(turn.element);
     if (node.role === "assistant" && node.usage) before = node;
   }
@@ -277,23 +280,30 @@ window.addEventListener("hashchange", () => {
   if (id !== current.id && (store.get(id) || store.get(current.id))) open(id);
 });
 
-/** Draw an answer that has grown, and then nothing for as long as that took: a long paragraph takes a browser a while. */
+/** Draw more of an answer in the next frame. */
 function drawGrowth(node) {
   if (!turns.has(node.id)) return;
-  if (drawing) {
-    behind = node;
-    return;
-  }
+  behind.add(node.id);
+  if (!drawing) drawBehind();
+}
+
+/** Draw what there is for some milliseconds; when all is shown, nothing for as long as that took: a browser has more to do. */
+function drawBehind() {
   drawing = true;
   requestAnimationFrame(() => {
     const begun = performance.now();
-    behind = null;
-    turns.get(node.id)?.grow();
+    for (const id of behind) {
+      behind.delete(id);
+      const turn = turns.get(id);
+      turn?.grow();
+      if (turn?.complete === false) behind.add(id); // after the others
+      if (performance.now() - begun > DRAWING) break;
+    }
     follow(); // lays the page out
     setTimeout(() => {
       drawing = false;
-      if (behind) drawGrowth(behind);
-    }, performance.now() - begun);
+      if (behind.size) drawBehind();
+    }, behind.size ? 0 : performance.now() - begun);
   });
 }
 

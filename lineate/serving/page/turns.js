@@ -1,10 +1,13 @@
 // One turn of the conversation as an element that follows its node: text, errors, strip and what can be done with it.
 
+import { directionOf } from "./direction.js";
 import { button, copyButton, make } from "./dom.js";
-import { Growing } from "./growing.js";
+import { Growing, continues } from "./growing.js";
+import { Parts } from "./parts.js";
 import { strip } from "./strip.js";
 import { versions } from "./tree.js";
 
+const STAGE = 16384; // characters of an answer that one call draws
 const THOUGHT = /^\s*<think>([\s\S]*?)(?:<\/think>\s*|$)/;
 const ENDS = {
   length: "The answer ended at its limit of tokens.",
@@ -40,9 +43,11 @@ export class Turn {
     this.editor = null;
     const who = node.role === "user" ? "You" : "Answer";
     this.thought = make("p");
+    this.thoughts = new Parts(this.thought);
     this.thinking = make("details.thinking", { hidden: true }, make("summary", { textContent: "Thinking" }), this.thought);
-    this.text = make("div.text", { dir: "auto" });
+    this.text = make("div.text", node.role === "user" ? { dir: "auto" } : {});
     this.grown = new Growing(this.text);
+    this.complete = true; // whether all of the text is shown
     this.note = make("div.note-slot");
     this.figures = make("div.strip-slot");
     this.actionRow = make("div.actions", { role: "group", "aria-label": node.role === "user" ? "Your turn" : "This answer" });
@@ -75,7 +80,7 @@ export class Turn {
     }
   }
 
-  /** Show the text that the node has now. */
+  /** Show the text that the node has now, or more of it than before: so a long one never holds the page up. */
   grow() {
     const { node } = this;
     if (node.role === "user") {
@@ -84,9 +89,21 @@ export class Turn {
     }
     const [thought, text] = thoughtAndText(node);
     this.thinking.hidden = thought === "";
-    if (this.thought.textContent !== thought) this.thought.textContent = thought;
-    this.grown.show(text);
+    this.showThought(thought);
+    const direction = directionOf(text);
+    if (this.text.dir !== direction) this.text.dir = direction;
+    const from = continues(text, this.grown.text) ? this.grown.text.length : 0;
+    this.complete = text.length <= from + STAGE;
+    this.grown.show(this.complete ? text : text.slice(0, from + STAGE));
     if (this.around.running) this.element.classList.toggle("waiting", text === "" && thought === "");
+  }
+
+  showThought(thought) {
+    const shown = this.thought.textContent;
+    if (thought === shown) return;
+    const more = continues(thought, shown);
+    if (!more) this.thoughts.clear();
+    this.thoughts.add([more ? thought.slice(shown.length) : thought]);
   }
 
   showNote() {

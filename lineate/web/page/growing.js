@@ -3,6 +3,7 @@
 
 import { copyButton, make } from "./dom.js";
 import { DEEPEST, FENCE, HEADING, ITEM, begins, closes, inline, withoutIndent } from "./markdown.js";
+import { Parts } from "./parts.js";
 
 const CODE_LINES = 64; // lines of code in an element of their own, so that a browser lays out only the last ones again
 
@@ -62,7 +63,7 @@ export class Growing {
 }
 
 /** Whether a text begins with what was shown; `startsWith` compares character by character, 20 times as slow. */
-const continues = (text, shown) => text.slice(0, shown.length) === shown;
+export const continues = (text, shown) => text.slice(0, shown.length) === shown;
 
 /** Return what names the block that begins with this line, its class, and what the line says. */
 function blockOf(line, depth) {
@@ -294,26 +295,20 @@ class DeepList extends ListLines {
 /** Shows the words of a paragraph or heading. */
 class Words {
   constructor(parent) {
-    this.parent = parent;
+    this.parts = new Parts(parent);
     this.text = "";
     this.certain = 0; // characters whose nodes later words cannot change
-    this.nodes = 0; // how many nodes those are
   }
 
   show(text) {
     if (text === this.text) return;
-    if (!continues(text, this.text)) this.certain = this.nodes = 0;
-    this.text = text;
-    const { parent } = this;
-    while (parent.childNodes.length > this.nodes) parent.lastChild.remove();
-    const found = inline(text.slice(this.certain));
-    const last = parent.lastChild;
-    if (last?.nodeType === Node.TEXT_NODE && found.nodes[0]?.nodeType === Node.TEXT_NODE && found.count > 0) {
-      last.appendData(found.nodes.shift().data);
-      found.count -= 1;
+    if (!continues(text, this.text)) {
+      this.parts.clear();
+      this.certain = 0;
     }
-    parent.append(...found.nodes);
-    this.certain += found.certain;
-    this.nodes += found.count;
+    this.text = text;
+    const { nodes, certain, count } = inline(text.slice(this.certain));
+    this.parts.add(nodes.slice(0, count), nodes.slice(count));
+    this.certain += certain;
   }
 }

@@ -31,9 +31,9 @@ export function withoutIndent(line, width) {
 }
 
 /**
- * Return the nodes of a line or paragraph: text, code, strong and em.
- * @returns {{nodes: Node[], certain: number, count: number}} `count` nodes show `certain` characters, and stay the same
- *     whatever follows the text; what follows those can be read by itself
+ * Return the nodes of a line or paragraph: text as strings, and the elements code, strong and em.
+ * @returns {{nodes: (string|Element)[], certain: number, count: number}} `count` nodes show `certain` characters, and stay
+ *     the same whatever follows the text; what follows those can be read by itself
  */
 export function inline(text) {
   const frames = [{ mark: null, nodes: [] }];
@@ -50,26 +50,37 @@ export function inline(text) {
     } else if (token.mark === undefined) {
       const words = free && token.last ? lastBreak(token.text) : 0;
       if (words > 0) {
-        put(document.createTextNode(token.text.slice(0, words)));
+        put(token.text.slice(0, words));
         certain += words;
         count += 1;
       }
-      put(document.createTextNode(token.text.slice(words)));
+      put(token.text.slice(words));
     } else {
       const open = frames.findIndex((frame) => frame.mark === token.mark);
       if (open > 0 && token.closes) {
         while (frames.length > open + 1) spill(frames);
         const { nodes } = frames.pop();
-        put(make(token.mark === "**" ? "strong" : "em", {}, ...nodes));
+        put(make(token.mark === "**" ? "strong" : "em", {}, ...joined(nodes)));
       } else if (open < 0 && token.opens) {
         frames.push({ mark: token.mark, nodes: [], at: token.at });
       } else {
-        put(document.createTextNode(token.mark));
+        put(token.mark);
       }
     }
   }
   while (frames.length > 1) spill(frames);
-  return { nodes: frames[0].nodes, certain, count };
+  const known = joined(frames[0].nodes.slice(0, count));
+  return { nodes: [...known, ...joined(frames[0].nodes.slice(count))], certain, count: known.length };
+}
+
+/** Return nodes with one string for the strings that follow each other: a browser takes as long for a text as for an element. */
+function joined(nodes) {
+  const found = [];
+  for (const node of nodes) {
+    if (typeof node === "string" && typeof found.at(-1) === "string") found[found.length - 1] += node;
+    else found.push(node);
+  }
+  return found;
 }
 
 /** Return where the last space of a text is that has words before it, or another place to part a very long word, or 0. */
@@ -85,7 +96,7 @@ function lastBreak(text) {
 /** A mark that nothing closed is text. */
 function spill(frames) {
   const { mark, nodes } = frames.pop();
-  frames.at(-1).nodes.push(document.createTextNode(mark), ...nodes);
+  frames.at(-1).nodes.push(mark, ...nodes);
 }
 
 /**
