@@ -29,6 +29,7 @@ from lineate.generation import GraphedDecoder
 from lineate.layers import Memory, TokenCache
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig, ModelState
 from lineate.quantised import FORMATS, SmallWeight, float8_activations
+from lineate.quantised.format import FP8
 
 BATCHES = (1, 8, 32)
 MANY = (128, 1024, 8192)
@@ -57,14 +58,14 @@ def random_weight(shape: tuple[int, ...], form: str, device: str) -> Tensor:
         return torch.randn(shape, dtype=kept.dtype, device=device).mul_(0.02)
     codes, scales = kept.shapes(shape)
     assert scales is not None
-    if kept.floating:  # numbers of deviation 100
+    if kept is FP8:  # numbers of deviation 100
         numbers = torch.randn(codes, device=device).mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn)
         factors = torch.full(scales, 2e-4, device=device)
-        return SmallWeight(numbers.view(torch.uint8), factors, shape, torch.bfloat16)
+        return SmallWeight(numbers.view(torch.uint8), factors, shape, kept, torch.bfloat16)
     deviation = 2**kept.bits / 12**0.5
     numbers = torch.randint(0, 256, codes, dtype=torch.uint8, device=device)
     factors = torch.full(scales, 0.02 / deviation, dtype=torch.float16, device=device)
-    return SmallWeight(numbers, factors, shape, torch.bfloat16)
+    return SmallWeight(numbers, factors, shape, kept, torch.bfloat16)
 
 
 def model_of(config: HybridConfig, form: str, device: str) -> tuple[HybridLM, int]:

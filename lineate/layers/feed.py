@@ -284,8 +284,9 @@ class MixtureOfExperts(nn.Module):
 
 
 def _chosen(weight: Tensor, experts: Tensor) -> Tensor:
-    """Return the weights of these experts; of a weight of 8 or 4 bits, no others are decoded."""
-    if not isinstance(weight, SmallWeight) or weight.scales is None:
+    """Return the weights of these experts; of a weight in codes, no others are decoded."""
+    if not isinstance(weight, SmallWeight) or not weight.format.has_codes:
         return uncoded(weight).index_select(0, experts)
     few = weight.with_parts(lambda part: part.index_select(0, experts))
-    return SmallWeight(few.codes, few.scales, (len(experts), *weight.shape[1:]), weight.dtype).decoded()
+    shape = len(experts), *weight.shape[1:]
+    return SmallWeight(few.codes, few.scales, shape, weight.format, weight.dtype).decoded()

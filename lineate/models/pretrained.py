@@ -41,8 +41,8 @@ from lineate.models.sampling_defaults import (
 )
 from lineate.models.sharding import model_ranges
 from lineate.parallel.tensor.ranks import Ranks
-from lineate.quantised.format import FORMATS, Format
-from lineate.quantised.which import becomes_small, find_format, format_of, small_formats
+from lineate.quantised.format import FORMATS, Format, find_format
+from lineate.quantised.which import becomes_small, format_of, small_formats
 from lineate.torch_ops.dtypes import parse_dtype
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)

@@ -28,8 +28,8 @@ from lineate.models.hybrid import empty_model
 from lineate.models.opening import open_checkpoint
 from lineate.models.pretrained import SHARD_BYTES, own_config, write_beside
 from lineate.models.sampling_defaults import SamplingDefaults, read_sampling_defaults
-from lineate.quantised.format import Format
-from lineate.quantised.which import find_format, small_formats
+from lineate.quantised.format import Format, find_format
+from lineate.quantised.which import small_formats
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ from lineate.models.hybrid import empty_model
 from lineate.models.nbytes import Formats
 from lineate.models.presets import PRESETS, preset
 from lineate.models.pretrained import stored_formats, usual_dtype
-from lineate.quantised.format import FORMATS, Format
-from lineate.quantised.which import find_format
+from lineate.quantised.format import FORMATS, Format, find_format
 from lineate.torch_ops.dtypes import HALF_AND_SINGLE, parse_dtype
 
 DTYPES: dict[str, torch.dtype] = HALF_AND_SINGLE | {

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate import checks
 from lineate.native.low_precision_matmul import wide_linear
-from lineate.quantised.format import FORMATS, GROUP, Format, TooLargeError, are_floating, check_half, encode
+from lineate.quantised.format import BLOCK, Format, find_format
+from lineate.quantised.old_files import format_of_parts
 from lineate.quantised.product import check_input, decoded, half_linear, looked_up, small_linear
+from lineate.quantised.rounding import TooLargeError
 from lineate.torch_ops.tracing import is_eager, needs_grad
 
 
@@ -25,17 +26,24 @@ class SmallWeight(Tensor):
 
     Args:
         codes: numbers of 16 bits in the weight's shape, or codes of 8 or 4 in tiles (lineate/quantised/format.py).
-        scales: in tiles, float16, or float32 for fp8; None for 16 bits.
+        scales: in tiles, in the format's dtype; None for 16 bits.
         shape: of the weight.
+        form: the format, or its name.
         dtype: that the weight has for others, which is that of products with it.
     """
 
     codes: Tensor
     scales: Tensor | None
+    format: Format
 
     @staticmethod
     def __new__(
-        cls, codes: Tensor, scales: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+        cls,
+        codes: Tensor,
+        scales: Tensor | None,
+        shape: tuple[int, ...],
+        form: str | Format,
+        dtype: torch.dtype = torch.float32,
     ) -> "SmallWeight":
         made: SmallWeight = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=codes.device, requires_grad=False
@@ -43,15 +51,23 @@ class SmallWeight(Tensor):
         return made
 
     def __init__(
-        self, codes: Tensor, scales: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+        self,
+        codes: Tensor,
+        scales: Tensor | None,
+        shape: tuple[int, ...],
+        form: str | Format,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.codes, self.scales = codes, scales
+        self.codes, self.scales, self.format = codes, scales, find_format(form)
 
-    @property
-    def format(self) -> Format:
-        if self.scales is None:
-            return FORMATS[str(self.codes.dtype).removeprefix("torch.")]
-        return FORMATS["fp8" if are_floating(self.scales) else "int8" if self.codes.shape[-3] == 8 else "int4"]
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"format": self.format.name}
+
+    def __setstate__(self, state: Any) -> None:
+        """Take the parts that torch.save wrote, and the format by its name."""
+        vars(self).update(state)
+        named = state.get("format")
+        self.format = format_of_parts(self.codes, self.scales) if named is None else find_format(named)
 
     @property
     def nbytes_kept(self) -> int:
@@ -62,18 +78,19 @@ class SmallWeight(Tensor):
         """Return the values, a plain tensor in the weight's dtype."""
         if self.scales is None:
             return self.codes.to(self.dtype)
-        return decoded(self.codes, self.scales, self.shape[-2], self.dtype)
+        return decoded(self.codes, self.scales, self.shape[-2], self.dtype, self.format)
 
     def with_parts(self, run: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "SmallWeight":
         """Return the same weight with run(codes) and run(scales), such as copies on a device."""
         scales = None if self.scales is None else run(self.scales)
-        return SmallWeight(run(self.codes), scales, tuple(self.shape), dtype or self.dtype)
+        return SmallWeight(run(self.codes), scales, tuple(self.shape), self.format, dtype or self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SmallWeight({self.format.name}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["codes"] if self.scales is None else ["codes", "scales"], (tuple(self.shape), self.dtype)
+        parts = ["codes"] if self.scales is None else ["codes", "scales"]
+        return parts, (tuple(self.shape), self.format.name, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> "SmallWeight":
@@ -112,21 +129,14 @@ def quantize(x: Tensor, form: str | Format, dtype: torch.dtype | None = None) ->
         form: the format or its name, "bfloat16", "float16", "int8", "int4" or "fp8".
         dtype: that the result has for others; None: that of x.
     """
-    if isinstance(form, str):
-        checks.check_choice("form", form, tuple(FORMATS))
-    form = FORMATS[form] if isinstance(form, str) else form
-    shape = tuple(x.shape)
+    form, shape = find_format(form, "form"), tuple(x.shape)
     if not form.fits(shape):
         raise ValueError(
-            f"x must have at least 2 dims and columns in multiples of {GROUP} for {form.name}, got shape {shape}; "
+            f"x must have at least 2 dims and columns in multiples of {BLOCK} for {form.name}, got shape {shape}; "
             "keep it in 16 or 32 bits"
         )
     try:
-        if form.dtype is None:
-            return SmallWeight(*encode(x, form), shape, dtype or x.dtype)
-        numbers = x.detach().to(form.dtype)
-        check_half(numbers)
-        return SmallWeight(numbers, None, shape, dtype or x.dtype)
+        return SmallWeight(*form.encode(x), shape, form, dtype or x.dtype)
     except TooLargeError as error:
         raise TooLargeError(f"x {error}") from None
 
@@ -148,15 +158,16 @@ def _decoded(value: Any) -> Any:
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not isinstance(weight, SmallWeight) or weight.dim() != 2 or isinstance(input, SmallWeight):
         return NotImplemented
+    shape = weight.shape[0], weight.shape[1]
     if weight.scales is None:
-        check_input(input, (weight.shape[0], weight.shape[1]), weight.codes.device)
+        check_input(input, shape, weight.codes.device)
         if needs_grad(input) or input.is_cuda:
             y = F.linear(input, weight.codes.to(input.dtype))
         else:
             rounded = half_linear(input, weight.codes)
             y = wide_linear(input, weight.codes, None, input.dtype) if rounded is None else rounded
     else:
-        y = small_linear(input, weight.codes, weight.scales, weight.shape[0])
+        y = small_linear(input, weight.codes, weight.scales, shape, weight.format)
     return y if bias is None else y + bias
 
 
@@ -175,7 +186,7 @@ def _embedding(
     if weight.scales is None:
         return F.embedding(input, weight.codes).to(weight.dtype)
     _check_ids(input, weight.shape[0])
-    return looked_up(weight.codes, weight.scales, input, weight.shape[0], weight.dtype)
+    return looked_up(weight.codes, weight.scales, input, weight.shape[0], weight.dtype, weight.format)
 
 
 def _check_ids(ids: Tensor, rows: int) -> None:
@@ -192,7 +203,7 @@ def _item(weight: Tensor, index: Any) -> Any:
     if not isinstance(weight, SmallWeight) or type(index) is not int or weight.dim() != 3:
         return NotImplemented
     scales = None if weight.scales is None else weight.scales[index]
-    return SmallWeight(weight.codes[index], scales, tuple(weight.shape[1:]), weight.dtype)
+    return SmallWeight(weight.codes[index], scales, tuple(weight.shape[1:]), weight.format, weight.dtype)
 
 
 def _detach(weight: SmallWeight) -> SmallWeight:

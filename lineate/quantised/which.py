@@ -16,17 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lineate import checks
-from lineate.quantised.format import (
-    BY_BITS,
-    FORMATS,
-    TILE,
-    Format,
-    TooLargeError,
-    check_half,
-    round_to_codes,
-    to_tiles,
-)
+from lineate.quantised.format import BY_BITS, TILE, Format, find_format
+from lineate.quantised.rounding import TooLargeError, check_half
 from lineate.quantised.weight import SmallWeight
 
 MATRICES = re.compile(
@@ -37,14 +28,6 @@ EXPERTS = re.compile(r"(^|\.)feed\.experts_(gate_up|down)$")
 """Names of parameters `experts rows columns` that become small."""
 BLOCK = 2**18
 """Elements that are rounded at a time."""
-
-
-def find_format(form: str | Format) -> Format:
-    """Return a format by its name; raise ValueError if there is none of this name."""
-    if isinstance(form, Format):
-        return form
-    checks.check_choice("weights", form, tuple(FORMATS))
-    return FORMATS[form]
 
 
 def name_of_bits(bits: int | str | None, flag: str = "--bits") -> str | None:
@@ -146,7 +129,7 @@ def empty_small(
     codes, scales = form.shapes(shape)
     made = allocate(codes, dtype=form.codes_dtype, device=device)
     factors = None if scales is None else allocate(scales, dtype=form.scales_dtype, device=device)
-    return SmallWeight(made, factors, shape, dtype)
+    return SmallWeight(made, factors, shape, form, dtype)
 
 
 def fill_small(small: SmallWeight, values: Tensor, first: int = 0) -> None:
@@ -166,15 +149,15 @@ def fill_small(small: SmallWeight, values: Tensor, first: int = 0) -> None:
         return
     step = max(TILE, BLOCK // values.shape[1] // TILE * TILE)
     for at in range(0, len(values), step):
-        codes, scales = round_to_codes(values[at : at + step], small.format)
+        codes, scales = small.format.to_codes(values[at : at + step])
         write_codes(small, codes, scales, first + at)
 
 
 def write_codes(small: SmallWeight, codes: Tensor, scales: Tensor, first: int = 0) -> None:
-    """Write codes `n columns`, one a byte, and scales `n groups` of the rows from `first`, a multiple of 16, on."""
+    """Write codes `n columns`, one a byte, and scales `n scales` of the rows from `first`, a multiple of 16, on."""
     assert small.scales is not None and first % TILE == 0
-    assert scales.shape[1] == -(-codes.shape[1] // small.format.group)
-    tiled, factors = to_tiles(codes, scales, small.format.bits)
+    assert scales.shape[1] == small.format.scale_count(codes.shape[1])
+    tiled, factors = small.format.to_tiles(codes, scales)
     at = slice(first // TILE, first // TILE + len(tiled))
     small.codes[at].copy_(tiled)
     small.scales[at].copy_(factors)
@@ -184,4 +167,6 @@ def expert_views(small: SmallWeight) -> list[SmallWeight]:
     """Return the weight `rows columns` of each expert, sharing memory with `n rows columns`."""
     shape, dtype = tuple(small.shape[1:]), small.dtype
     scales = [None] * small.shape[0] if small.scales is None else small.scales
-    return [SmallWeight(own, factors, shape, dtype) for own, factors in zip(small.codes, scales, strict=True)]
+    return [
+        SmallWeight(own, factors, shape, small.format, dtype) for own, factors in zip(small.codes, scales, strict=True)
+    ]

@@ -31,11 +31,12 @@ def weight_of(path: Path, form: str, *shape: int) -> tuple["Codes", Tensor]:
     codes, scales = form.shapes(shape)
     codes = torch.randint(0, 256, codes, dtype=torch.uint8, generator=generator)
     scales = torch.randn(scales, generator=generator) * shape[-1] ** -0.5 / (form.zero or 448)
-    if form.floating:  # every code but those of NaN
+    if form.are_numbers is not None:  # every code but those of NaN
         codes = torch.where(codes & 127 == 127, codes - 1, codes)
     scales = scales.to(form.scales_dtype)
-    weight = SmallWeight(codes, scales, shape)
-    return Codes(codes.to(path.device), scales.to(path.device), shape[-2]), weight.decoded().double().to(path.device)
+    weight = SmallWeight(codes, scales, shape, form)
+    kept = Codes(codes.to(path.device), scales.to(path.device), shape[-2], form.kernel)
+    return kept, weight.decoded().double().to(path.device)
 
 
 def assert_near(found: Tensor, expected: Tensor, path: Path) -> None:
@@ -279,7 +280,7 @@ def test_many_rows_in_float8(n, k, rows, block, monkeypatch):
     rounded, scales = small_products.round_rows(x)
     rounded = (rounded.float() * scales.repeat_interleave(128, -1))[:rows]
     with float8_activations():
-        found = F.linear(x, SmallWeight(codes.codes, codes.scales, (n, k), torch.bfloat16))
+        found = F.linear(x, SmallWeight(codes.codes, codes.scales, (n, k), "fp8", torch.bfloat16))
     assert_near(found, rounded.double() @ values.T, path)
     exact = x.double() @ values.T
     assert float((found.double() - exact).norm() / exact.norm()) < 0.05

@@ -20,7 +20,7 @@ from lineate.models.opening import open_checkpoint
 from lineate.models.quantizing import quantize_checkpoint
 from lineate.models.sampling_defaults import SamplingDefaults
 from lineate.quantised import SmallWeight
-from lineate.quantised.format import decode, to_tiles
+from lineate.quantised.format import FORMATS
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers")
@@ -201,7 +201,7 @@ def test_codes_and_scales_are_passed_on(kind, form, wide, tmp_path):
             wanted = values if rows is None else values[slice(*rows)]
             assert codes.dtype == torch.uint8 and scales.dtype == torch.float16
             assert int(codes.max()) < 2**bits
-            made = decode(*to_tiles(codes, scales, bits), len(codes))
+            made = FORMATS[form].decode(*FORMATS[form].to_tiles(codes, scales), len(codes))
             assert torch.equal(made, wanted), name
     with pytest.raises(ValueError, match=r"model\.gguf: model\.norm\.weight in F32 has no codes"):
         checkpoint.read_codes("model.norm.weight")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.quantised import expanded, quantize
-from lineate.quantised.format import decode
+from lineate.quantised.format import Format
 
 FORMS = ("int8", "int4", "fp8")
 
@@ -16,12 +16,12 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Run without the C code; return the rows of each weight that is decoded to be kept."""
     made: list[int] = []
 
-    def noted(codes: Tensor, scales: Tensor, rows: int) -> Tensor:
+    def noted(codes: Tensor, scales: Tensor, rows: int, form: Format) -> Tensor:
         made.append(rows)
-        return decode(codes, scales, rows)
+        return form.decode(codes, scales, rows)
 
     monkeypatch.setattr("lineate.quantised.product.available", lambda *subjects: False)
-    monkeypatch.setattr(expanded, "decode", noted)
+    monkeypatch.setattr(expanded, "copied", noted)
     monkeypatch.setattr(expanded, "fits", lambda nbytes: True)
     return made
 

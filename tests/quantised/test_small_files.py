@@ -21,7 +21,6 @@ from lineate.models.files.safetensors import CheckpointError
 from lineate.models.hybrid import empty_model, save_pretrained
 from lineate.models.inspect import describe, rows
 from lineate.quantised import FORMATS, SmallWeight, quantize, shrink, small_formats
-from lineate.quantised.format import from_tiles, round_to_codes
 from lineate.quantised.which import format_of, small_parameters
 
 ALL = tuple(FORMATS)
@@ -245,8 +244,8 @@ def test_codes_of_the_same_format_are_taken_as_they_are(form, at_once, tmp_path,
     read: list[int] = []
     fill(checkpoint, pieces, made, read.append)
     assert sum(read) == 49 * 64 * 4
-    codes, scales = from_tiles(made.codes, made.scales, 49)
-    rounded = round_to_codes(y, FORMATS[form])
+    codes, scales = FORMATS[form].from_tiles(made.codes, made.scales, 49)
+    rounded = FORMATS[form].to_codes(y)
     for found, wanted, own in zip((codes, scales), stored, rounded, strict=True):
         assert torch.equal(found, torch.cat([wanted[10:30], own, wanted[35:]]))
     other = "int4" if form == "int8" else "int8"
@@ -312,9 +311,9 @@ MEASURE = """
 import os, re, sys, torch
 from lineate.models import HybridLM
 from lineate.models.quantizing import quantize_checkpoint
-from lineate.quantised.format import FORMATS, encode
+from lineate.quantised.format import FORMATS
 torch.zeros(4, 4) @ torch.zeros(4, 4)
-encode(torch.zeros(16, 32), FORMATS["int4"])
+FORMATS["int4"].encode(torch.zeros(16, 32))
 pages = int(open("/proc/self/statm").read().split()[1])
 before = pages * os.sysconf("SC_PAGE_SIZE")
 if len(sys.argv) == 4:

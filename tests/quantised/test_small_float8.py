@@ -16,10 +16,9 @@ from lineate.models.inspect import describe, rows
 from lineate.models.quantizing import quantize_checkpoint
 from lineate.planning import plan_memory, read_model
 from lineate.quantised import FORMATS, SmallWeight, float8_activations, quantize, shrink
-from lineate.quantised.format import TooLargeError, decode_rows, from_tiles, round_to_float8, to_tiles
+from lineate.quantised.format import FP8
+from lineate.quantised.rounding import FLOAT8, TooLargeError, round_to_float8
 from lineate.quantised.which import small_parameters
-
-FLOAT8 = torch.float8_e4m3fn
 
 
 def relative(made: Tensor, wanted: Tensor) -> float:
@@ -29,7 +28,7 @@ def relative(made: Tensor, wanted: Tensor) -> float:
 def exact(small: SmallWeight) -> Tensor:
     """Return the values of a weight in float64, from its codes and scales alone."""
     assert small.scales is not None
-    codes, scales = from_tiles(small.codes, small.scales, small.shape[-2])
+    codes, scales = FP8.from_tiles(small.codes, small.scales, small.shape[-2])
     spread = scales.double().repeat_interleave(128, -1)[..., : codes.shape[-1]]
     return codes.view(FLOAT8).double() * spread
 
@@ -40,7 +39,7 @@ def exact(small: SmallWeight) -> Tensor:
 def test_every_code_is_the_number_that_torch_has() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(8, 32)
     codes = torch.where(codes & 127 == 127, 0, codes)  # those of NaN
-    small = SmallWeight(*to_tiles(codes, torch.ones(8, 1), 8), (8, 32))
+    small = SmallWeight(*FP8.to_tiles(codes, torch.ones(8, 1)), (8, 32), FP8)
     wanted = codes.view(FLOAT8).float()
     assert torch.equal(small.decoded(), wanted)
     assert torch.equal(F.linear(torch.eye(32), small), wanted.T)
@@ -76,14 +75,14 @@ def test_products_are_those_of_float64(rows: int, out: int, size: int) -> None:
     assert relative(F.linear(x, small), wanted) < 5e-7
     assert relative(F.linear(x.double(), small), wanted) < 1e-7  # decoded to float32
     ids = torch.tensor([0, out - 1])
-    assert torch.equal(decode_rows(small.codes, small.scales, ids), small.decoded()[ids])
+    assert torch.equal(FP8.decode_rows(small.codes, small.scales, ids), small.decoded()[ids])
 
 
 def test_rows_that_are_rounded_too() -> None:
     """Rows in float8, as float8_activations rounds them, move a product by about 2.6%."""
     x, weight = torch.randn(300, 512), torch.randn(200, 512)
     codes, scales = round_to_float8(x)
-    rounded = codes.float() * scales.repeat_interleave(128, -1)
+    rounded = codes.view(FLOAT8).float() * scales.repeat_interleave(128, -1)
     assert relative(rounded @ weight.T, x @ weight.T) < 0.03
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from lineate.native.build import available
 from lineate.native.low_precision_matmul import linear
 from lineate.quantised import FORMATS, GROUP, SmallWeight, quantize
-from lineate.quantised.format import decode, encode, from_tiles, to_tiles
 
 ALL = tuple(FORMATS)
 CODED = ("int8", "int4")
@@ -27,29 +26,30 @@ def relative(made: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("form", CODED)
 @pytest.mark.parametrize("shape", [(16, 32), (1, 32), (40, 96), (3, 20, 64)])
 def test_codes_come_back_from_tiles(form: str, shape: tuple[int, ...]) -> None:
-    bits = FORMATS[form].bits
+    kept = FORMATS[form]
+    bits = kept.bits
     codes = torch.randint(0, 2**bits, shape, dtype=torch.uint8)
     scales = torch.randn(*shape[:-1], shape[-1] // GROUP).half()
-    tiles = to_tiles(codes, scales, bits)
+    tiles = kept.to_tiles(codes, scales)
     assert (tiles[0].shape, tiles[1].shape) == FORMATS[form].shapes(shape)
-    back = from_tiles(*tiles, shape[-2])
+    back = kept.from_tiles(*tiles, shape[-2])
     assert torch.equal(back[0], codes) and torch.equal(back[1], scales)
     wanted = (codes.float() - FORMATS[form].zero) * scales.float().repeat_interleave(GROUP, -1)
-    assert torch.equal(decode(*tiles, shape[-2]), wanted)
+    assert torch.equal(kept.decode(*tiles, shape[-2]), wanted)
 
 
 @pytest.mark.parametrize("form", CODED)
 def test_no_number_is_further_from_its_code_than_half_a_step(form: str) -> None:
-    x = torch.randn(48, 128)
-    codes, scales = encode(x, FORMATS[form])
-    steps = from_tiles(codes, scales, 48)[1].float().abs().repeat_interleave(GROUP, 1)
+    x, kept = torch.randn(48, 128), FORMATS[form]
+    codes, scales = kept.encode(x)
+    steps = kept.from_tiles(codes, scales, 48)[1].float().abs().repeat_interleave(GROUP, 1)
     groups = x.unflatten(1, (-1, GROUP))
     most = 127 if form == "int8" else 7
     if form == "int8":
-        assert ((decode(codes, scales, 48) - x).abs() <= 0.502 * steps).all()
+        assert ((kept.decode(codes, scales, 48) - x).abs() <= 0.502 * steps).all()
     plain = groups.abs().amax(-1, keepdim=True) / most  # 4 bits may clip the largest, if that makes the error smaller
     nearest = (groups / plain).round().clamp(-most - 1, most) * plain
-    assert relative(decode(codes, scales, 48), x) < 0.93 * relative(nearest.flatten(1), x)
+    assert relative(kept.decode(codes, scales, 48), x) < 0.93 * relative(nearest.flatten(1), x)
 
 
 def test_8_bits_that_were_rounded_before_stay() -> None:
@@ -57,8 +57,9 @@ def test_8_bits_that_were_rounded_before_stay() -> None:
     x = torch.randn(480, 128)
     plain = (x.unflatten(1, (-1, GROUP)).abs().amax(-1, keepdim=True) / 127).half().float()
     others = ((x.unflatten(1, (-1, GROUP)) / plain).round() * plain).flatten(1)
-    for once in (decode(*encode(x, FORMATS["int8"]), 480), others):
-        assert torch.equal(decode(*encode(once, FORMATS["int8"]), 480), once)
+    kept = FORMATS["int8"]
+    for once in (kept.decode(*kept.encode(x), 480), others):
+        assert torch.equal(kept.decode(*kept.encode(once), 480), once)
 
 
 @pytest.mark.parametrize("form", CODED)
@@ -70,10 +71,10 @@ def test_c_finds_the_scales_that_torch_finds(
     x[..., 0, :32], x[..., 1, :32] = 0, 1e-9
     x[..., 2, :32] = torch.arange(32) % 3 - 1.0  # many candidates are equally good
     for other in (x, x.transpose(-1, -2).contiguous().transpose(-1, -2)):
-        made = encode(other, FORMATS[form])
+        made = FORMATS[form].encode(other)
         with monkeypatch.context() as without:
-            without.setattr("lineate.quantised.format.available", lambda *subjects: False)
-            wanted = encode(other, FORMATS[form])
+            without.setattr("lineate.quantised.rounding.available", lambda *subjects: False)
+            wanted = FORMATS[form].encode(other)
         assert torch.equal(made[0], wanted[0]) and torch.equal(made[1], wanted[1])
 
 

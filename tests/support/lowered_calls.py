@@ -222,9 +222,9 @@ def small(form: str, dtype: str, rows: int, overlap: bool) -> None:
     n, k, experts = 512, 1024, 4
 
     def codes(*first: int) -> Any:
-        shapes = FORMATS[form].shapes((*first, n, k))
-        of = FORMATS[form].codes_dtype, FORMATS[form].scales_dtype
-        return small_products.Codes(*(empty(*s, dtype=d) for s, d in zip(shapes, of, strict=True)), n)
+        kept = FORMATS[form]
+        shapes, of = kept.shapes((*first, n, k)), (kept.codes_dtype, kept.scales_dtype)
+        return small_products.Codes(*(empty(*s, dtype=d) for s, d in zip(shapes, of, strict=True)), n, kept.kernel)
 
     x, weight = empty(rows, k, dtype=dtype), codes()
     norm = (empty(k, dtype=dtype), 1e-6, True) if small_products.takes_norm(x) else None

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.kernels.coded import CodedKernel
 from lineate.kernels.launching import ceil_div, is_hopper, multiprocessors, next_power, overlap_options, start
 from lineate.kernels.layers import small as kernels
 from lineate.kernels.layers.ops import KERNEL_DTYPES, SIZES
@@ -32,15 +33,17 @@ class Codes(NamedTuple):
         codes: `tiles groups bits 16 4`, or `experts tiles ...`.
         scales: `tiles groups 16`, or `experts tiles ...`; float16, or float32 for fp8.
         rows: Of the weight.
+        kernel: Of the format: what the codes are.
     """
 
     codes: Tensor
     scales: Tensor
     rows: int
+    kernel: CodedKernel
 
     @property
     def bits(self) -> int:
-        return self.codes.shape[-3]
+        return self.kernel.bits
 
     @property
     def columns(self) -> int:
@@ -48,7 +51,7 @@ class Codes(NamedTuple):
 
     @property
     def floating(self) -> bool:
-        return self.scales.dtype is torch.float32
+        return self.kernel.float8
 
 
 def uses_tensor_cores(x: Tensor) -> bool:
@@ -211,7 +214,7 @@ def _shape(rows: int, weight: Codes, alone: bool) -> dict[str, int]:
 
 def decoded(weight: Codes, dtype: torch.dtype, first: int = 0, tiles: int | None = None) -> Tensor:
     """Return the rows of so many tiles from tile `first` on, `rows k`; None: all, of all experts if there are any."""
-    flat = Codes(weight.codes.flatten(0, -5), weight.scales.flatten(0, -3), weight.rows)
+    flat = Codes(weight.codes.flatten(0, -5), weight.scales.flatten(0, -3), weight.rows, weight.kernel)
     k = weight.columns
     if weight.codes.dim() == 6:
         each = weight.codes.shape[1]

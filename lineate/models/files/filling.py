@@ -16,7 +16,8 @@ from torch import Tensor
 from lineate.models.files.checkpoint import Checkpoint
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.files.tiled import TiledCheckpoint
-from lineate.quantised.format import TILE, Format, TooLargeError, check_half, round_to_codes
+from lineate.quantised.format import TILE, Format
+from lineate.quantised.rounding import TooLargeError, check_half
 from lineate.quantised.weight import SmallWeight
 from lineate.quantised.which import BLOCK, empty_small, expert_views, fill_small, write_codes
 
@@ -138,7 +139,7 @@ def fill(
         made: what `allocate` returned.
         advance: called with the number of bytes that were read.
     """
-    if isinstance(made, SmallWeight) and made.scales is not None:
+    if isinstance(made, SmallWeight) and made.format.has_codes:
         _fill_small(checkpoint, pieces, made, advance)
         return
     for piece in pieces:
@@ -166,7 +167,7 @@ def _read(checkpoint: Checkpoint, piece: Piece, part: Tensor) -> None:
 def _fill_small(
     checkpoint: Checkpoint, pieces: Sequence[Piece], small: SmallWeight, advance: Callable[[int], None]
 ) -> None:
-    """Fill a weight of 8 or 4 bits; codes that are stored in its format are taken as they are."""
+    """Fill a weight in codes; those that are stored in its format are taken as they are."""
     shape, source = tuple(small.shape), checkpoint.entries[pieces[0].source]
     as_stored = len(pieces) == 1 and pieces[0].rows is None and pieces[0].take is None and source.shape == shape
     tiled = isinstance(checkpoint, TiledCheckpoint) and checkpoint.kept_as(pieces[0].source) == small.format.name
@@ -245,7 +246,7 @@ def _fill_rows(
     for at in range(0, rows, step):
         end = min(at + step, rows)
         codes = torch.empty(end - at, columns, dtype=form.codes_dtype, device=small.device)
-        scales = torch.empty(end - at, -(-columns // form.group), dtype=form.scales_dtype, device=small.device)
+        scales = torch.empty(end - at, form.scale_count(columns), dtype=form.scales_dtype, device=small.device)
         for part in parts:
             first, last = max(at, part.first), min(end, part.last)
             if first < last:
@@ -269,8 +270,7 @@ def _keeps_groups(piece: Piece, group: int) -> bool:
 
 def _round(checkpoint: Checkpoint, piece: Piece, form: Format, codes: Tensor, scales: Tensor) -> None:
     """Write the codes `rows columns` and scales of a piece, BLOCK elements at a time."""
-    group = form.group
-    if checkpoint.kept_as(piece.source) == form.name and _keeps_groups(piece, group):
+    if checkpoint.kept_as(piece.source) == form.name and _keeps_groups(piece, form.group):
         with _named(checkpoint, [piece]):
             stored, factors = checkpoint.read_codes(piece.source, piece.rows)
         if isinstance(cut := piece.take, Reordered):
@@ -279,9 +279,9 @@ def _round(checkpoint: Checkpoint, piece: Piece, form: Format, codes: Tensor, sc
             last = cut.axis == len(cut.shape) - 1
             groups = replace(
                 cut,
-                shape=(*cut.shape[:-1], -(-cut.shape[-1] // group)),
-                first=cut.first // group if last else cut.first,
-                count=-(-cut.count // group) if last else cut.count,
+                shape=(*cut.shape[:-1], form.scale_count(cut.shape[-1])),
+                first=form.scale_count(cut.first) if last else cut.first,
+                count=form.scale_count(cut.count) if last else cut.count,
             )
             stored, factors = cut(stored), groups(factors)
         codes.copy_(stored.reshape(codes.shape))
@@ -293,7 +293,7 @@ def _round(checkpoint: Checkpoint, piece: Piece, form: Format, codes: Tensor, sc
     step = max(1, BLOCK // codes.shape[1])
     with _named(checkpoint, [piece]):
         for at in range(0, len(codes), step):
-            made = round_to_codes(values[at : at + step].to(codes.device), form)
+            made = form.to_codes(values[at : at + step].to(codes.device))
             codes[at : at + step], scales[at : at + step] = made
 
 

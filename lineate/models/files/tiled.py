@@ -1,8 +1,8 @@
 """Checkpoints of our own whose weights are small: two entries a weight, in tiles as in memory.
 
     NAME.codes     uint8, in tiles (lineate/quantised/format.py)
-    NAME.scales    float16 (fp8: float32)
-    config.json    "weights": "int8", "int4" or "fp8"
+    NAME.scales    in the format's dtype, float16 (fp8: float32)
+    config.json    "weights": the format's name, such as "int8", "int4" or "fp8"
 
 Weights of 16 bits are plain tensors under their own name; config.json says "weights": "bfloat16" or "float16".
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lineate.models.files.checkpoint import Checkpoint
 from lineate.models.files.safetensors import CheckpointError, Entry, TensorSize, of_tensor
-from lineate.quantised.format import FORMATS, TILE, Format, decode, from_tiles
+from lineate.quantised.format import FORMATS, TILE, Format
 from lineate.quantised.weight import SmallWeight
 from lineate.quantised.which import small_formats
 
@@ -41,10 +41,11 @@ class TiledCheckpoint(Checkpoint):
         first, last = rows or (0, shape[0])
         if len(shape) == 3:  # whole experts
             codes, scales = self._read(name, first, last)
-            values = decode(codes, scales, shape[1])
+            values = self.form.decode(codes, scales, shape[1])
         else:
             tile = first // TILE
-            values = decode(*self._read(name, tile, -(-last // TILE)), last - tile * TILE)[first - tile * TILE :]
+            codes, scales = self._read(name, tile, -(-last // TILE))
+            values = self.form.decode(codes, scales, last - tile * TILE)[first - tile * TILE :]
         if values.numel() != target.numel():
             raise CheckpointError(
                 f"{self.entries[name].file}: rows {first} to {last} of {name} {shape} fill {values.numel()} elements, "
@@ -61,9 +62,9 @@ class TiledCheckpoint(Checkpoint):
         shape = self.entries[name].shape
         first, last = rows or (0, shape[0])
         if len(shape) == 3:  # whole experts
-            return from_tiles(*self._read(name, first, last), shape[1])
+            return self.form.from_tiles(*self._read(name, first, last), shape[1])
         tile = first // TILE
-        codes, scales = from_tiles(*self._read(name, tile, -(-last // TILE)), last - tile * TILE)
+        codes, scales = self.form.from_tiles(*self._read(name, tile, -(-last // TILE)), last - tile * TILE)
         return codes[first - tile * TILE :], scales[first - tile * TILE :]
 
     def read_tiles(self, name: str, small: SmallWeight) -> None:
@@ -84,8 +85,8 @@ class TiledCheckpoint(Checkpoint):
         return found[0], found[1]
 
     def _check_numbers(self, name: str, codes: Tensor) -> None:
-        """Refuse codes of float8 that are not numbers, which the products would take for 480."""
-        if self.form.floating and any(bool((part & 127 == 127).any()) for part in codes.view(torch.uint8)):
+        """Refuse codes that are not numbers."""
+        if self.form.are_numbers is not None and not self.form.are_numbers(codes):
             raise CheckpointError(
                 f"{self.entries[name].file}: {name} must have numbers alone, got NaN; make the folder again with "
                 "`lineate quantize`"
@@ -111,7 +112,7 @@ def present_tiles(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]],
         dtype: that its weights are read in.
     """
     form = written_format(checkpoint.config)
-    if form is None or form.dtype is not None:
+    if form is None or not form.has_codes:
         return checkpoint
     entries = dict(checkpoint.entries)
     tiles: dict[str, tuple[Entry, Entry]] = {}
