@@ -2,7 +2,7 @@
 
 from lineate.quantised.format import BY_BITS, FORMATS, TILE, Format, register_format
 from lineate.quantised.product import float8_activations, rounded_activations
-from lineate.quantised.rounding import GROUP
+from lineate.quantised.rounding import GROUP, TooLargeError
 from lineate.quantised.weight import SmallWeight, quantize
 from lineate.quantised.which import shrink, small_formats
 
@@ -13,6 +13,7 @@ __all__ = [
     "TILE",
     "Format",
     "SmallWeight",
+    "TooLargeError",
     "float8_activations",
     "quantize",
     "register_format",

@@ -10,7 +10,8 @@ Codes of 8 bits and fewer lie in tiles, in the order in which a processor multip
 Rows are filled up to whole tiles with codes of zero and scales of 0. Files have the same layout as memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -199,6 +200,18 @@ def register_format(form: Format) -> Format:
     if form.flag is not None:
         BY_BITS[form.flag] = form.name
     return form
+
+
+@contextmanager
+def temporary_formats() -> Iterator[None]:
+    """Remove, at the end of a `with` block, the formats that were registered inside of it, as tests of one need."""
+    before = FORMATS.copy(), BY_BITS.copy()
+    try:
+        yield
+    finally:
+        for rows, kept in zip((FORMATS, BY_BITS), before, strict=True):
+            for added in rows.keys() - kept.keys():
+                del rows[added]  # type: ignore[attr-defined]
 
 
 def find_format(form: str | Format, argument: str = "weights") -> Format:
