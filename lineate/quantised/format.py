@@ -205,13 +205,12 @@ def register_format(form: Format) -> Format:
 @contextmanager
 def temporary_formats() -> Iterator[None]:
     """Remove, at the end of a `with` block, the formats that were registered inside of it, as tests of one need."""
-    before = FORMATS.copy(), BY_BITS.copy()
+    before = set(FORMATS)
     try:
         yield
     finally:
-        for rows, kept in zip((FORMATS, BY_BITS), before, strict=True):
-            for added in rows.keys() - kept.keys():
-                del rows[added]  # type: ignore[attr-defined]
+        for name in FORMATS.keys() - before:
+            BY_BITS.pop(FORMATS.pop(name).flag or name, None)
 
 
 def find_format(form: str | Format, argument: str = "weights") -> Format:

@@ -157,7 +157,7 @@ def test_files_and_ranks(form: Format, how: str, tmp_path: Path) -> None:
 def test_a_folder_without_the_row(form: Format, tmp_path: Path) -> None:
     shrink(realistic(sizes("G")), form).save_pretrained(tmp_path)
     del FORMATS[form.name]
-    with pytest.raises(ValueError, match="\"weights\" must be one of bfloat16, .*, got 'int4-pairs'"):
+    with pytest.raises(ValueError, match=r"must be one of bfloat16, .*, got 'int4-pairs'"):
         HybridLM.from_pretrained(tmp_path, progress=False)
     FORMATS[form.name] = form
 

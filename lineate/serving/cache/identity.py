@@ -19,10 +19,10 @@ def identity_of(model: HybridLM, state_dtype: str | None = None, state_rounding:
     """Return a hash of the versions of lineate and torch, the configuration, the device, and the weights, 64 digits.
 
     Of each tensor its name, shape, dtype and 1024 elements are hashed, evenly spread from the first to the last, or all
-    if it has fewer; of a small weight, its format, its codes and its scales. This takes milliseconds, or seconds for a model of
-    many gigabytes on a GPU. Training, merging or rounding changes nearly all weights, so that it is noticed; a change
-    of single elements of a large tensor may not be. Another device or another version may compute other bits, and
-    states lie on a device, so these count.
+    if it has fewer; of a small weight, its format, its codes and its scales. This takes milliseconds, or seconds for a
+    model of many gigabytes on a GPU. Training, merging or rounding changes nearly all weights, so that it is noticed; a
+    change of single elements of a large tensor may not be. Another device or another version may compute other bits,
+    and states lie on a device, so these count.
 
     Args:
         model: the model that reads and continues the states.
