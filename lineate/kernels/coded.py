@@ -1,4 +1,4 @@
-"""How the kernels of layers/small_products.py read a weight in codes; without Triton, so that formats can name it."""
+"""How the kernels of layers/quantised_products.py read codes; this module needs no Triton, so that formats name it."""
 
 from typing import NamedTuple
 

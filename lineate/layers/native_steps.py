@@ -29,7 +29,7 @@ from lineate.native import product as products
 from lineate.native import step as native
 from lineate.native.build import available
 from lineate.native.step import Linear, Norm, Part
-from lineate.quantised import SmallWeight
+from lineate.quantised import QuantisedWeight
 from lineate.torch_ops.elementwise import elementwise
 from lineate.torch_ops.tracing import PLAIN_TENSORS, is_eager
 
@@ -133,7 +133,7 @@ def record_head(embed: nn.Module, norm: nn.Module, head: nn.Module | None) -> tu
     try:
         hidden, weight = _channels(norm), embed.weight
         table = _weight(weight, None, weight.shape[0], hidden)
-        coded = weight.format.product if isinstance(weight, SmallWeight) else None
+        coded = weight.format.product if isinstance(weight, QuantisedWeight) else None
         looks_up = coded is None or coded.looks_up
         if not looks_up or (head is not None and type(head) is not nn.Linear):
             return None
@@ -407,7 +407,7 @@ def _weight(weight: Tensor, bias: Tensor | None, out: int, size: int) -> Linear:
         raise _Unfit
     if bias is not None:
         _dense(bias, out)
-    if isinstance(weight, SmallWeight):
+    if isinstance(weight, QuantisedWeight):
         codes, scales, form = weight.codes, weight.scales, weight.format
         if scales is not None:
             dense = codes.is_cpu and codes.is_contiguous() and scales.is_contiguous()

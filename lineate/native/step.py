@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lineate.native.build import library
-from lineate.native.small import CodedProduct
+from lineate.native.quantised import CodedProduct
 
 RULE, ATTENTION, FEED, HEAD = range(4)
 ACTIVATIONS = ("none", "silu", "sigmoid")

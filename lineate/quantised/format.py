@@ -1,7 +1,7 @@
 """How a quantised weight is stored: a row of FORMATS says what its numbers are, how they lie, and what multiplies them.
 
-Codes of 8 bits and fewer lie in tiles, in the order in which a processor multiplies them (native/small.c). A tile has
-16 rows: group by group of 32 columns, in each group step by step, and a step has 4 columns of all 16 rows.
+Codes of 8 and 4 bits lie in tiles of 16 rows, in the order in which a processor multiplies them (native/quantised.c):
+group by group of 32 columns, in each group step by step, and a step has 4 columns of all 16 rows.
 
     codes   `... tiles groups 8 16 4` uint8     8 bits: 8 steps
             `... tiles groups 4 16 4` uint8     4 bits: step s in the low half of a byte, step s + 4 in its high half
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lineate import checks
 from lineate.kernels.coded import CodedKernel
-from lineate.native import small as native
+from lineate.native import quantised as native
 from lineate.quantised.rounding import (
     FLOAT8_GROUP,
     GROUP,

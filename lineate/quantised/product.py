@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.native import small as native
+from lineate.native import quantised as native
 from lineate.native.build import available
 from lineate.quantised.expanded import expanded
 from lineate.quantised.format import BLOCK, FORMATS, TILE, Format
@@ -24,7 +24,7 @@ DECODED = 2**20
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def small_linear(x: Tensor, codes: Tensor, scales: Tensor, shape: tuple[int, int], form: Format) -> Tensor:
+def quantised_linear(x: Tensor, codes: Tensor, scales: Tensor, shape: tuple[int, int], form: Format) -> Tensor:
     """Return x weight^T in x's dtype; x `... columns`, codes and scales of a weight of this shape in tiles."""
     if not form.holds(codes, scales, shape):
         raise ValueError(
@@ -57,9 +57,9 @@ def float8_activations(device: torch.device | str = "cuda") -> Iterator[None]:
     place = torch.device(device)
     if place.type != "cuda" or not torch.cuda.is_available() or not _has_triton():
         raise ValueError(f"float8_activations needs a GPU with Triton, got device {place}; leave it out")
-    from lineate.kernels.layers import small_products  # triton, at its first use
+    from lineate.kernels.layers import quantised_products  # triton, at its first use
 
-    why = small_products.why_not_float8(place)
+    why = quantised_products.why_not_float8(place)
     if why is not None:
         raise ValueError(f"float8_activations cannot run: {why}; leave it out")
     with _counted(_float8):
@@ -117,18 +117,18 @@ def check_input(x: Tensor, shape: tuple[int, int], device: torch.device) -> None
 def decoded(codes: Tensor, scales: Tensor, rows: int, dtype: torch.dtype, form: Format) -> Tensor:
     """Return the weight `rows columns`, or `experts rows columns`, in this dtype."""
     if form.kernel is not None and _on_gpu(codes, dtype) and codes.dim() in (5, 6):
-        from lineate.kernels.layers import small_products  # triton, at its first use
+        from lineate.kernels.layers import quantised_products  # triton, at its first use
 
-        return small_products.decoded(small_products.Codes(codes, scales, rows, form.kernel), dtype)
+        return quantised_products.decoded(quantised_products.Codes(codes, scales, rows, form.kernel), dtype)
     return form.decode(codes, scales, rows).to(dtype)
 
 
 def looked_up(codes: Tensor, scales: Tensor, ids: Tensor, rows: int, dtype: torch.dtype, form: Format) -> Tensor:
     """Return these rows of a weight `rows columns` in this dtype, `... columns`; the ids must be those of rows."""
     if form.kernel is not None and _on_gpu(codes, dtype):
-        from lineate.kernels.layers import small_products  # triton, at its first use
+        from lineate.kernels.layers import quantised_products  # triton, at its first use
 
-        return small_products.decoded_rows(small_products.Codes(codes, scales, rows, form.kernel), ids, dtype)
+        return quantised_products.decoded_rows(quantised_products.Codes(codes, scales, rows, form.kernel), ids, dtype)
     coded = form.product
     if coded is not None and coded.looks_up and codes.is_cpu and is_eager(codes, scales, ids) and available("products"):
         flat = ids.reshape(-1).to("cpu", torch.int64).contiguous()
@@ -150,10 +150,10 @@ def _has_triton() -> bool:
 def _forward(x: Tensor, codes: Tensor, scales: Tensor, rows: int, form: str) -> Tensor:
     flat, kept = x.reshape(-1, x.shape[-1]), FORMATS[form]
     if flat.shape[0] and x.is_cuda and kept.kernel is not None and _on_gpu(codes, x.dtype):
-        from lineate.kernels.layers import small_products  # triton, at its first use
+        from lineate.kernels.layers import quantised_products  # triton, at its first use
 
-        weight = small_products.Codes(codes, scales.contiguous(), rows, kept.kernel)
-        y = small_products.linear(flat.contiguous(), weight, _float8.get() > 0)
+        weight = quantised_products.Codes(codes, scales.contiguous(), rows, kept.kernel)
+        y = quantised_products.linear(flat.contiguous(), weight, _float8.get() > 0)
         return y.view(*x.shape[:-1], rows)
     on_cpu, coded = x.is_cpu and x.dtype is not torch.float64, kept.product
     if on_cpu and coded is not None and flat.shape[0] and available("products"):
@@ -192,7 +192,7 @@ def _fake(x: Tensor, codes: Tensor, scales: Tensor, rows: int, form: str) -> Ten
 
 
 _run = register_op(
-    "small_linear",
+    "quantised_linear",
     _forward,
     _backward,
     fake=_fake,

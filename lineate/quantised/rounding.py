@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.native import small as native
+from lineate.native import quantised as native
 from lineate.native.build import available
 from lineate.torch_ops.tracing import is_eager
 

@@ -19,7 +19,7 @@ from lineate.models.hybrid import empty_model
 from lineate.models.opening import open_checkpoint
 from lineate.models.quantizing import quantize_checkpoint
 from lineate.models.sampling_defaults import SamplingDefaults
-from lineate.quantised import SmallWeight
+from lineate.quantised import QuantisedWeight
 from lineate.quantised.format import FORMATS
 
 gguf = pytest.importorskip("gguf")
@@ -228,7 +228,7 @@ def test_what_each_tensor_of_the_model_is_kept_as(wide, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "form", "close"), [("Q8_0", "int8", CLOSE), ("Q4_0", "int4", CLOSE), ("Q6_K", "int8", 0.02)]
 )
-def test_blocks_stay_small_in_the_model(kind, form, close, wide, tmp_path):
+def test_blocks_stay_quantised_in_the_model(kind, form, close, wide, tmp_path):
     """Q8_0 and Q4_0 stay as they are; Q6_K is rounded once more, to 8 bits."""
 
     def kinds(name: str, shape: tuple[int, ...]) -> str:
@@ -239,7 +239,7 @@ def test_blocks_stay_small_in_the_model(kind, form, close, wide, tmp_path):
     plain = HybridLM.from_pretrained(
         gguf_files.write(tmp_path / "decoded.gguf", wide, kinds, decoded=True), progress=False
     )
-    small = {name: x for name, x in model.named_parameters() if isinstance(x, SmallWeight)}
+    small = {name: x for name, x in model.named_parameters() if isinstance(x, QuantisedWeight)}
     assert {x.format.name for x in small.values()} == {form}
     assert {"embed.weight", "head.weight", "layers.0.mixer.out_proj.weight", "layers.3.mixer.in_proj.weight"} <= set(
         small

@@ -121,7 +121,7 @@ def test_steps_are_those_of_the_layers(name: str, rows: int, ragged: bool) -> No
 
 @pytest.mark.parametrize("name", ["gated delta rule", "Kimi"])
 @pytest.mark.parametrize("form", ["bfloat16", "float16", "int8", "int4", "fp8"])
-def test_small_weights(name: str, form: str) -> None:
+def test_quantised_weights(name: str, form: str) -> None:
     model = make(name)
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding) and FORMATS[form].fits(module.weight.shape):
@@ -417,7 +417,7 @@ WRONG_SIZES = {
     "taps": lambda block: setattr(block.mixer.conv, "weight", nn.Parameter(torch.zeros(64, 4))),
     "gated norm": lambda block: setattr(block.mixer, "norm", GatedRMSNorm(16)),
     "feed-forward": lambda block: setattr(block.feed, "down_proj", nn.Linear(90, 64, bias=False)),
-    "small weight without memory": lambda block: setattr(
+    "quantised weight without memory": lambda block: setattr(
         block.feed.down_proj, "weight", nn.Parameter(quantize(torch.ones(64, 96), "int8").to("meta"), False)
     ),
 }

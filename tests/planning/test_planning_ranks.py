@@ -47,7 +47,7 @@ from lineate.planning import (
     training_received,
     variants,
 )
-from lineate.quantised.which import small_parameters
+from lineate.quantised.which import quantised_parameters
 from lineate.training.context import context_parallel
 from lineate.training.optim import make_optimizer
 
@@ -238,7 +238,7 @@ def small_rank(folder: str) -> dict[str, int]:
     }
     found = {}
     for form, model in made.items():
-        small = small_parameters(model)
+        small = quantised_parameters(model)
         plain = sum(x.nbytes for name, x in model.state_dict().items() if name not in small)
         found[form] = plain + sum(x.nbytes_kept for x in small.values())
     return found

@@ -50,7 +50,7 @@ def _pairs():
         ("README.md", 1, dict),  # the second reads a checkpoint from the hub
         ("docs/from-fla.md", None, dict),
         ("docs/generate.md", None, dict),
-        ("docs/small-weights.md", None, dict),
+        ("docs/quantised-weights.md", None, dict),
         ("docs/serving.md", None, dict),
         ("docs/exact-cache.md", None, dict),
         ("docs/models.md", 2, _mixer_inputs),  # the third changes transformers

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lineate.quantised import FORMATS, Format, SmallWeight, quantize, register_format
+from lineate.quantised import FORMATS, Format, QuantisedWeight, quantize, register_format
 from lineate.quantised.rounding import float8_numbers, round_to_float8
 
 ALL = tuple(FORMATS)
@@ -20,7 +20,7 @@ def test_the_format_is_kept(form: str) -> None:
     wanted = FORMATS[form]
     copies = kept[1], kept.detach(), kept.clone(), kept.bfloat16(), kept.to("meta"), copy.deepcopy(kept)
     for twin in (kept, *copies, pickle.loads(pickle.dumps(kept))):
-        assert isinstance(twin, SmallWeight) and twin.format is wanted
+        assert isinstance(twin, QuantisedWeight) and twin.format is wanted
     assert pickle.loads(pickle.dumps(wanted)) is copy.deepcopy(wanted) is wanted
 
 
@@ -29,11 +29,11 @@ def test_the_format_is_kept(form: str) -> None:
 def test_a_file_of_before_the_format_was_stored(form: str, weights_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, file = quantize(torch.randn(40, 128), form), io.BytesIO()
     with monkeypatch.context() as before:
-        before.setattr(SmallWeight, "__getstate__", lambda self: {"codes": self.codes, "scales": self.scales})
+        before.setattr(QuantisedWeight, "__getstate__", lambda self: {"codes": self.codes, "scales": self.scales})
         torch.save({"weight": nn.Parameter(kept, requires_grad=False)}, file)
     file.seek(0)
     found = torch.load(file, weights_only=weights_only)["weight"]
-    assert isinstance(found, SmallWeight) and found.format is FORMATS[form]
+    assert isinstance(found, QuantisedWeight) and found.format is FORMATS[form]
     assert torch.equal(found.decoded(), kept.decoded())
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from small_weights import EXPERTS, realistic, relative, sizes, tokens
+from quantised_weights import EXPERTS, realistic, relative, sizes, tokens
 from torch import Tensor, nn
 
 from lineate.generation import generate
@@ -20,9 +20,9 @@ from lineate.models.quantizing import quantize_checkpoint
 from lineate.models.sharding import model_ranges
 from lineate.parallel.tensor.ranks import Ranks
 from lineate.planning import plan_memory, read_model
-from lineate.quantised import BY_BITS, FORMATS, Format, SmallWeight, TooLargeError, quantize, shrink
+from lineate.quantised import BY_BITS, FORMATS, Format, QuantisedWeight, TooLargeError, quantize, shrink
 from lineate.quantised.format import temporary_formats
-from lineate.quantised.which import format_of, name_of_bits, small_parameters
+from lineate.quantised.which import format_of, name_of_bits, quantised_parameters
 from lineate.serving.cache.identity import identity_of
 
 RECIPE = Path(__file__).parents[2] / "CONTRIBUTING.md"
@@ -51,13 +51,13 @@ def form() -> Iterator[Format]:
 
 def values(weight: Tensor) -> Tensor:
     """Return the numbers of a weight, in float32."""
-    return (weight.decoded() if isinstance(weight, SmallWeight) else weight).detach().float()
+    return (weight.decoded() if isinstance(weight, QuantisedWeight) else weight).detach().float()
 
 
 def decoded(model: HybridLM) -> HybridLM:
     """Return a model with the same numbers in float32."""
     plain = copy.deepcopy(model)
-    for name in small_parameters(model):
+    for name in quantised_parameters(model):
         owner, _, key = name.rpartition(".")
         plain.get_submodule(owner).register_parameter(key, nn.Parameter(values(model.get_parameter(name))))
     return plain
@@ -136,7 +136,7 @@ def test_files_and_ranks(form: Format, how: str, tmp_path: Path) -> None:
     assert format_of(whole) is form
     for name, x in whole.state_dict().items():
         y = wanted[name]
-        if isinstance(x, SmallWeight):
+        if isinstance(x, QuantisedWeight):
             assert torch.equal(x.codes, y.codes) and torch.equal(x.scales, y.scales), name
         else:
             assert torch.equal(x, y), name
@@ -148,7 +148,7 @@ def test_files_and_ranks(form: Format, how: str, tmp_path: Path) -> None:
         share = HybridLM.from_pretrained(folder, progress=False, ranks=Place(rank, 2), **options)
         ranges, own, kept = model_ranges(whole, rank, 2), share.state_dict(), 0
         for name, x in whole.state_dict().items():
-            kept += isinstance(own[name], SmallWeight) and own[name].format is form
+            kept += isinstance(own[name], QuantisedWeight) and own[name].format is form
             part = ranges[name].of(values(x)) if name in ranges else values(x)
             assert torch.equal(values(own[name]), part), name
         assert kept > 5
@@ -166,5 +166,5 @@ def test_bits_and_plans(form: Format, tmp_path: Path) -> None:
     assert BY_BITS["4-pairs"] == name_of_bits("4-pairs") == form.name
     model = shrink(realistic(sizes("GA")), form.name)
     model.save_pretrained(tmp_path)
-    kept = sum(x.nbytes_kept if isinstance(x, SmallWeight) else x.nbytes for x in model.state_dict().values())
+    kept = sum(x.nbytes_kept if isinstance(x, QuantisedWeight) else x.nbytes for x in model.state_dict().values())
     assert plan_memory(read_model(tmp_path, "float32", weights=form.name)).weights == kept

@@ -1,4 +1,4 @@
-"""Checkpoints of our own whose weights are small: two entries a weight, in tiles as in memory.
+"""Checkpoints of our own whose weights are quantised: two entries a weight, in tiles as in memory.
 
     NAME.codes     uint8, in tiles (lineate/quantised/format.py)
     NAME.scales    in the format's dtype, float16 (fp8: float32)
@@ -17,8 +17,8 @@ from torch import Tensor
 from lineate.models.files.checkpoint import Checkpoint
 from lineate.models.files.safetensors import CheckpointError, Entry, TensorSize, of_tensor
 from lineate.quantised.format import FORMATS, TILE, Format
-from lineate.quantised.weight import SmallWeight
-from lineate.quantised.which import small_formats
+from lineate.quantised.weight import QuantisedWeight
+from lineate.quantised.which import quantised_formats
 
 KEY = "weights"
 """The key of config.json that names the format."""
@@ -31,7 +31,7 @@ class TiledCheckpoint(Checkpoint):
 
     form: Format = FORMATS["int8"]  # a frozen value
     tiles: dict[str, tuple[Entry, Entry]] = field(default_factory=dict)
-    """The codes and the scales of each weight that is small."""
+    """The codes and the scales of each weight that is quantised."""
 
     def read_into(self, name: str, target: Tensor, rows: tuple[int, int] | None = None) -> None:
         if name not in self.tiles:
@@ -67,12 +67,12 @@ class TiledCheckpoint(Checkpoint):
         codes, scales = self.form.from_tiles(*self._read(name, tile, -(-last // TILE)), last - tile * TILE)
         return codes[first - tile * TILE :], scales[first - tile * TILE :]
 
-    def read_tiles(self, name: str, small: SmallWeight) -> None:
-        """Fill a small weight of this checkpoint's format with the bytes as they are."""
-        assert small.scales is not None and small.format == self.form
-        for key, entry, part in zip((CODES, SCALES), self.tiles[name], (small.codes, small.scales), strict=True):
+    def read_tiles(self, name: str, weight: QuantisedWeight) -> None:
+        """Fill a quantised weight of this checkpoint's format with the bytes as they are."""
+        assert weight.scales is not None and weight.format == self.form
+        for key, entry, part in zip((CODES, SCALES), self.tiles[name], (weight.codes, weight.scales), strict=True):
             self._reader.read_into(name + key, entry, part)
-        self._check_numbers(name, small.codes)
+        self._check_numbers(name, weight.codes)
 
     def _read(self, name: str, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Return some tiles, or the tiles of some experts."""
@@ -116,7 +116,7 @@ def present_tiles(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]],
         return checkpoint
     entries = dict(checkpoint.entries)
     tiles: dict[str, tuple[Entry, Entry]] = {}
-    for name in small_formats(shapes, form):
+    for name in quantised_formats(shapes, form):
         if name not in entries and not {name + CODES, name + SCALES} & entries.keys():
             continue  # loading lists it with all others that are missing
         parts = [_part(checkpoint, key, size) for key, size in sizes(name, shapes[name], form).items()]
@@ -139,7 +139,7 @@ def _part(checkpoint: Checkpoint, name: str, size: TensorSize) -> Entry:
 
 
 def sizes(name: str, shape: tuple[int, ...], form: Format) -> dict[str, TensorSize]:
-    """Return the entries that a small weight is written as, with their dtypes and shapes."""
+    """Return the entries that a quantised weight is written as, with their dtypes and shapes."""
     codes, scales = form.shapes(shape)
     if scales is None:
         assert form.dtype is not None
@@ -148,8 +148,8 @@ def sizes(name: str, shape: tuple[int, ...], form: Format) -> dict[str, TensorSi
 
 
 def stored_tensors(name: str, x: Tensor) -> dict[str, Tensor]:
-    """Return the plain tensors that a tensor, which may be a small weight, is written as."""
-    if not isinstance(x, SmallWeight):
+    """Return the plain tensors that a tensor, which may be a quantised weight, is written as."""
+    if not isinstance(x, QuantisedWeight):
         return {name: x}
     parts = [x.codes] if x.scales is None else [x.codes, x.scales]
     found = dict(zip(sizes(name, tuple(x.shape), x.format), parts, strict=True))

@@ -165,7 +165,7 @@ class Encoded(Entry):
         return form.name
 
     def read_codes(self, source: Source, rows: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return codes `rows columns`, one a byte, and a scale a group, as a format of small weights has them.
+        """Return codes `rows columns`, one a byte, and a scale a group, as a quantised format has them.
 
         codes: uint8 with zero at 128 or 8 and float16 scales of 32 columns; or the bytes of float8 and float32 scales
         of 128. Of `matrices rows columns` the rows are matrices.

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_weights import WIDE, realistic, relative, sizes, tokens
+from quantised_weights import WIDE, realistic, relative, sizes, tokens
 
 pytest.importorskip("rich")
 pytest.importorskip("typer")
@@ -24,7 +24,7 @@ from lineate.models.files.checkpoint import Checkpoint
 from lineate.models.quantizing import quantize_checkpoint
 from lineate.planning.memory import plan_memory
 from lineate.planning.models import read_model
-from lineate.quantised import BY_BITS, FORMATS, SmallWeight, shrink, small_formats
+from lineate.quantised import BY_BITS, FORMATS, QuantisedWeight, quantised_formats, shrink
 from lineate.quantised.which import format_of
 from lineate.serving.command import ServeArguments, run_serve
 from lineate.text import Bytes
@@ -51,7 +51,7 @@ def same(one: HybridLM, other: HybridLM) -> bool:
     theirs = other.state_dict()
     for name, x in one.state_dict().items():
         y = theirs[name]
-        if isinstance(x, SmallWeight) and isinstance(y, SmallWeight):
+        if isinstance(x, QuantisedWeight) and isinstance(y, QuantisedWeight):
             parts = [(x.codes, y.codes), *([] if x.scales is None else [(x.scales, y.scales)])]
             if not all(torch.equal(a, b) for a, b in parts):
                 return False
@@ -91,7 +91,7 @@ def test_what_it_prints_and_copies(folder: Path, tmp_path: Path) -> None:
     after = Checkpoint.open(out).nbytes
     found = re.search(r"int4, ([\d,]+) bytes of ([\d.]+) MB \((\d+)%\)", text)
     assert found and int(found[1].replace(",", "")) == after and int(found[3]) == round(100 * after / before)
-    assert "not made small" in text and "mixer.conv.weight" in text and "in_proj" not in text
+    assert "not quantised" in text and "mixer.conv.weight" in text and "in_proj" not in text
     assert files(out).keys() == files(folder).keys()
     for name in files(folder).keys() - {"config.json", "model.safetensors"}:
         assert files(out)[name] == files(folder)[name]
@@ -104,7 +104,7 @@ def test_shards_are_written_as_they_fill(folder: Path, tmp_path: Path) -> None:
     assert len(list((tmp_path / "small").glob("model-*-of-*.safetensors"))) > 3
     model = HybridLM.from_pretrained(folder, progress=False)
     assert same(HybridLM.from_pretrained(tmp_path / "small", progress=False), shrink(model, "int8"))
-    small = small_formats(model, "int8")
+    small = quantised_formats(model, "int8")
     plain = {name: x.nbytes for name, x in model.state_dict().items() if name not in small}
     assert sum(made.stayed.values()) == sum(plain.values())
     assert made.bytes_after == Checkpoint.open(tmp_path / "small").nbytes
@@ -266,7 +266,7 @@ def test_plan(folder: Path, bits: int | str) -> None:
     assert f"large weights in {BY_BITS[bits]}" in " ".join(done.stdout.split())
 
 
-def test_decoding_moves_the_bytes_of_small_experts() -> None:
+def test_decoding_moves_the_bytes_of_quantised_experts() -> None:
     from lineate.planning.compute import touched_weights
 
     model = read_model("qwen3-next-80b", weights="int8")

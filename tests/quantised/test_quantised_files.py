@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_weights import EXPERTS, realistic, sizes, tokens
+from quantised_weights import EXPERTS, realistic, sizes, tokens
 from torch import Tensor
 
 from lineate.models import HybridLM, preset
@@ -20,16 +20,16 @@ from lineate.models.files.loading import MismatchError
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.hybrid import empty_model, save_pretrained
 from lineate.models.inspect import describe, rows
-from lineate.quantised import FORMATS, SmallWeight, quantize, shrink, small_formats
-from lineate.quantised.which import format_of, small_parameters
+from lineate.quantised import FORMATS, QuantisedWeight, quantised_formats, quantize, shrink
+from lineate.quantised.which import format_of, quantised_parameters
 
 ALL = tuple(FORMATS)
 CODED = ("int8", "int4", "fp8")
 
 
-def same_small(one: Tensor, other: Tensor) -> bool:
+def same_quantised(one: Tensor, other: Tensor) -> bool:
     """Whether two weights have the same codes and scales."""
-    assert isinstance(one, SmallWeight) and isinstance(other, SmallWeight)
+    assert isinstance(one, QuantisedWeight) and isinstance(other, QuantisedWeight)
     if one.scales is None or other.scales is None:
         return one.scales is other.scales and torch.equal(one.codes, other.codes)
     return torch.equal(one.codes, other.codes) and torch.equal(one.scales, other.scales)
@@ -39,7 +39,7 @@ def same_models(one: HybridLM, other: HybridLM) -> bool:
     """Whether all tensors of two models have the same bits."""
     theirs = other.state_dict()
     return all(
-        same_small(x, theirs[name]) if isinstance(x, SmallWeight) else torch.equal(x, theirs[name])
+        same_quantised(x, theirs[name]) if isinstance(x, QuantisedWeight) else torch.equal(x, theirs[name])
         for name, x in one.state_dict().items()
     )
 
@@ -68,7 +68,7 @@ def test_tied_embeddings_stay_tied(form, tmp_path):
     model = realistic(sizes("GA"))
     model.save_pretrained(tmp_path / "plain")
     small = HybridLM.from_pretrained(tmp_path / "plain", progress=False, weights=form)
-    assert small.head is None and isinstance(small.embed.weight, SmallWeight)
+    assert small.head is None and isinstance(small.embed.weight, QuantisedWeight)
     small.save_pretrained(tmp_path / "small")
     assert not [name for name in Checkpoint.open(tmp_path / "small").entries if name.startswith("head")]
 
@@ -90,7 +90,7 @@ def test_dtypes_of_what_is_not_small(tmp_path):
     half = HybridLM.from_pretrained(tmp_path / "plain", progress=False, weights="int8", dtype="bfloat16")
     assert half.dtype == half.norm.weight.dtype == torch.bfloat16
     assert half.layers[0].mixer.A_log.dtype == torch.float32
-    assert same_small(half.embed.weight, small.embed.weight)
+    assert same_quantised(half.embed.weight, small.embed.weight)
     half.save_pretrained(tmp_path / "half")
     again = HybridLM.from_pretrained(tmp_path / "half", progress=False)
     assert again.dtype == torch.bfloat16 and same_models(again, half)
@@ -101,7 +101,7 @@ def test_dtypes_of_what_is_not_small(tmp_path):
 
 @pytest.mark.parametrize("other", ALL)
 @pytest.mark.parametrize("form", CODED)
-def test_a_small_folder_in_another_format(form, other, tmp_path, monkeypatch):
+def test_a_quantised_folder_in_another_format(form, other, tmp_path, monkeypatch):
     monkeypatch.setattr("lineate.models.files.filling.AT_ONCE", 4096)
     model = shrink(realistic(sizes("G", experts=EXPERTS, tie_embeddings=False)), form)
     model.save_pretrained(tmp_path)
@@ -121,8 +121,8 @@ def test_what_inspect_says(form, tmp_path):
     model = shrink(realistic(sizes("GA")), form)
     model.save_pretrained(tmp_path)
     found = describe(tmp_path)
-    kept = sum(x.nbytes_kept for x in small_parameters(model).values())
-    plain = sum(x.nbytes for x in model.state_dict().values() if not isinstance(x, SmallWeight))
+    kept = sum(x.nbytes_kept for x in quantised_parameters(model).values())
+    plain = sum(x.nbytes for x in model.state_dict().values() if not isinstance(x, QuantisedWeight))
     assert (found.weights, found.problem, found.bytes_on_disk) == (form, None, kept + plain)
     assert found.weight_bytes["fp8" if form == "fp8" else FORMATS[form].bits] == kept + plain
     assert list(found.weight_bytes) == [16, 8, 4, "fp8"]
@@ -240,7 +240,7 @@ def test_codes_of_the_same_format_are_taken_as_they_are(form, at_once, tmp_path,
         Piece("x", (40, 64), (slice(44, 49),), (35, 40)),
     ]
     made = allocate("head.weight", torch.empty(49, 64, device="meta"), torch.float32, "cpu", FORMATS[form])
-    assert isinstance(made, SmallWeight) and made.scales is not None
+    assert isinstance(made, QuantisedWeight) and made.scales is not None
     read: list[int] = []
     fill(checkpoint, pieces, made, read.append)
     assert sum(read) == 49 * 64 * 4
@@ -251,7 +251,7 @@ def test_codes_of_the_same_format_are_taken_as_they_are(form, at_once, tmp_path,
     other = "int4" if form == "int8" else "int8"
     made = allocate("head.weight", torch.empty(49, 64, device="meta"), torch.float32, "cpu", FORMATS[other])
     fill(checkpoint, pieces, made)  # of another format: the values are rounded
-    assert same_small(made, quantize(torch.cat([x[10:30], y, x[35:]]), other))
+    assert same_quantised(made, quantize(torch.cat([x[10:30], y, x[35:]]), other))
 
 
 def _turned(block: Tensor) -> Tensor:
@@ -302,7 +302,7 @@ def test_every_layout_is_rounded_to_the_same_bits(layout, form, dtype, tmp_path,
     save(tmp_path, tensors, {})
     made = allocate("head.weight", torch.empty(shape, device="meta"), torch.float32, "cpu", FORMATS[form])
     fill(Checkpoint.open(tmp_path), pieces, made)
-    assert same_small(made, quantize(x.float(), form))
+    assert same_quantised(made, quantize(x.float(), form))
 
 
 # Memory
@@ -337,7 +337,7 @@ def make_large(folder: Path, layers: int, vocab: int) -> tuple[int, int]:
     empty = empty_model(config)
     tensors = {name: torch.ones(1).expand(x.shape) for name, x in empty.state_dict().items()}
     save(folder, tensors, {"model_type": "lineate", **config.to_dict()})
-    small = small_formats(empty, "int8")
+    small = quantised_formats(empty, "int8")
     kept = sum(small[name].nbytes(tuple(x.shape)) if name in small else 4 * x.numel() for name, x in tensors.items())
     return sum(4 * x.numel() for x in tensors.values()), kept
 

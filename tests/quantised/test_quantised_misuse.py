@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from small_weights import realistic, sizes, tokens
+from quantised_weights import realistic, sizes, tokens
 from torch import Tensor, nn
 
 from lineate.generation import generate
 from lineate.models import HybridLM
 from lineate.models.files.checkpoint import save
 from lineate.models.files.safetensors import CheckpointError
-from lineate.quantised import FORMATS, SmallWeight, quantize, shrink
-from lineate.quantised.which import format_of, small_parameters
+from lineate.quantised import FORMATS, QuantisedWeight, quantize, shrink
+from lineate.quantised.which import format_of, quantised_parameters
 
 ALL, CODED = tuple(FORMATS), ("int8", "int4", "fp8")
 
 
-def weight(form: str, *shape: int) -> SmallWeight:
+def weight(form: str, *shape: int) -> QuantisedWeight:
     return quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)), form)
 
 
@@ -69,7 +69,7 @@ def test_codes_of_another_shape_are_not_read(form: str) -> None:
         (good.codes.flatten(), good.scales),
     ):
         with pytest.raises(ValueError, match=r"codes and scales must be the tiles of a weight \(40, 160\)"):
-            F.linear(torch.ones(1, 160), SmallWeight(codes, scales, (40, 160), form))
+            F.linear(torch.ones(1, 160), QuantisedWeight(codes, scales, (40, 160), form))
 
 
 @pytest.mark.parametrize("form", ALL)
@@ -99,7 +99,7 @@ def test_rows_that_a_weight_does_not_have(form: str) -> None:
 
 @pytest.mark.parametrize("form", ALL)
 def test_an_embedding_is_not_renormalised(form: str) -> None:
-    with pytest.raises(ValueError, match="max_norm must be None for a small weight"):
+    with pytest.raises(ValueError, match="max_norm must be None for a quantised weight"):
         F.embedding(torch.tensor([1]), weight(form, 40, 64), max_norm=1.0)
 
 
@@ -130,14 +130,14 @@ def test_copies_of_a_model(form: str, tied: bool) -> None:
     torch.save(model.state_dict(), file)
     file.seek(0)
     stored = torch.load(file, weights_only=True)
-    assert {type(stored[name]) for name in small_parameters(model)} == {SmallWeight}
+    assert {type(stored[name]) for name in quantised_parameters(model)} == {QuantisedWeight}
     other = shrink(realistic(sizes("GA", tie_embeddings=tied), seed=1), form)
     assert not same(other, model, ids)
     other.load_state_dict(stored)
     assert same(other, model, ids)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.share_memory()):
         assert same(twin, model, ids) and format_of(twin) == FORMATS[form]
-        assert not any(x.requires_grad for x in small_parameters(twin).values())
+        assert not any(x.requires_grad for x in quantised_parameters(twin).values())
     assert model.to("cpu") is model and format_of(model.float()) == FORMATS[form]
     assert model.half().dtype == torch.float16 and format_of(model) == FORMATS[form]
     assert model.embed.weight.dtype == model.norm.weight.dtype == torch.float16
@@ -150,7 +150,7 @@ def test_a_plain_model_takes_the_values(form: str) -> None:
     small = shrink(realistic(sizes("GA")), form)
     plain = realistic(sizes("GA"), seed=1)
     plain.load_state_dict(small.state_dict())
-    for name, x in small_parameters(small).items():
+    for name, x in quantised_parameters(small).items():
         assert torch.equal(plain.get_parameter(name), x.decoded())
     with pytest.raises(RuntimeError, match="only overwritten by one of its own format"):
         small.load_state_dict(plain.state_dict())
@@ -160,7 +160,7 @@ def test_a_plain_model_takes_the_values(form: str) -> None:
 def test_data_that_is_set(form: str) -> None:
     model, ids = shrink(realistic(sizes("GA")), form), tokens(1, 9)
     other = shrink(realistic(sizes("GA"), seed=1), form)
-    for name, x in small_parameters(model).items():
+    for name, x in quantised_parameters(model).items():
         x.data = other.get_parameter(name).data
         assert torch.equal(x.decoded(), other.get_parameter(name).decoded())
     with pytest.raises(RuntimeError, match="replace the parameter instead"):

@@ -1,4 +1,4 @@
-"""Multiplies rows by a weight of 8 or 4 bits, or float16, in C (small.c, halves.c), and finds scales (rounding.c)."""
+"""Multiplies rows by a quantised weight, or float16, in C (quantised.c, halves.c), and finds scales (rounding.c)."""
 
 import struct
 from typing import NamedTuple
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lineate.native.build import c_function, why_not
 
-_SMALL = struct.Struct("10q")  # Small in small.c
-_ROWS = struct.Struct("7q")  # Rows in small.c
+_QUANTISED = struct.Struct("10q")  # Quantised in quantised.c
+_ROWS = struct.Struct("7q")  # Rows in quantised.c
 _ROUND = struct.Struct("7q")  # Round in rounding.c
 
 
@@ -66,17 +66,17 @@ def _run(x: Tensor, codes: int, scales: int, out: int, bits: int, planes: int) -
     """Return x weight^T, and whether there was no memory, or the processor does not multiply so."""
     x = x.contiguous()
     y = torch.empty(x.shape[0], out, dtype=torch.float32, device="cpu")
-    words = _SMALL.pack(
+    words = _QUANTISED.pack(
         *x.shape[:1], out, x.shape[1], bits, planes, torch.get_num_threads(), x.data_ptr(), codes, scales, y.data_ptr()
     )
-    return y, c_function("small")(words)
+    return y, c_function("quantised")(words)
 
 
 def rows(codes: Tensor, scales: Tensor, ids: Tensor, coded: CodedProduct) -> Tensor:
     """Return these rows of a weight, float32 `n k`; ids `n` int64, of rows that exist; all tensors dense."""
     y = torch.empty(ids.shape[0], codes.shape[1] * 32, dtype=torch.float32, device="cpu")
     words = _ROWS.pack(*y.shape, coded.bits, ids.data_ptr(), codes.data_ptr(), scales.data_ptr(), y.data_ptr())
-    c_function("small_rows")(words)
+    c_function("quantised_rows")(words)
     return y
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lineate.native.build import available
 from lineate.native.low_precision_matmul import linear
-from lineate.quantised import FORMATS, GROUP, SmallWeight, quantize
+from lineate.quantised import FORMATS, GROUP, QuantisedWeight, quantize
 
 ALL = tuple(FORMATS)
 CODED = ("int8", "int4")
@@ -157,7 +157,7 @@ def test_a_linear_layer_keeps_its_class(form: str, run: Callable[..., Tensor]) -
     with torch.no_grad():
         wanted = layer(x)
         assert relative(run(x, layer.weight, layer.bias), wanted) < 1e-5
-    assert isinstance(layer.weight, SmallWeight) and isinstance(layer.weight, nn.Parameter)
+    assert isinstance(layer.weight, QuantisedWeight) and isinstance(layer.weight, nn.Parameter)
     twin = copy.deepcopy(layer)
     assert twin.weight.codes.data_ptr() != layer.weight.codes.data_ptr()
     with torch.no_grad():
@@ -181,7 +181,7 @@ def test_embedding_looks_up_rows(form: str) -> None:
 def test_one_expert_of_many(form: str) -> None:
     small = quantize(torch.randn(3, 24, 64), form)
     one = small[1]
-    assert isinstance(one, SmallWeight) and torch.equal(one.decoded(), small.decoded()[1])
+    assert isinstance(one, QuantisedWeight) and torch.equal(one.decoded(), small.decoded()[1])
     assert one.codes.data_ptr() != small.codes.data_ptr() and one.codes._is_view()
 
 

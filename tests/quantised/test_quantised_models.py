@@ -1,4 +1,4 @@
-"""Models with small weights: their logits, their states, training, and the wrapper for transformers."""
+"""Models with quantised weights: their logits, their states, training, and the wrapper for transformers."""
 
 import copy
 from dataclasses import replace
@@ -8,7 +8,7 @@ import fresh
 import pytest
 import torch
 from families import FAMILIES, build
-from small_weights import EXPERTS, VOCAB, WIDE, realistic, relative, sizes, tokens
+from quantised_weights import EXPERTS, VOCAB, WIDE, realistic, relative, sizes, tokens
 
 from lineate.generation import generate
 from lineate.generation.choice import Sampling
@@ -18,7 +18,7 @@ from lineate.models.config import ExpertsConfig
 from lineate.planning.memory import plan_memory
 from lineate.planning.models import Model, read_model
 from lineate.quantised import FORMATS, shrink
-from lineate.quantised.which import format_of, small_parameters
+from lineate.quantised.which import format_of, quantised_parameters
 from lineate.serving.cache.identity import identity_of
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import Request
@@ -38,7 +38,7 @@ def _without_gradients():
 
 def kept_bytes(model: HybridLM) -> int:
     """Return the bytes that a model's tensors take."""
-    small = small_parameters(model)
+    small = quantised_parameters(model)
     plain = (x for name, x in model.state_dict().items() if name not in small)
     return sum(x.nbytes for x in plain) + sum(x.nbytes_kept for x in small.values())
 
@@ -77,7 +77,7 @@ def test_logits_of_every_family(family, tmp_path):
     assert format_of(small) == FORMATS["int8"] and small.dtype == torch.float32
     assert relative(small(ids).logits, plain(ids).logits) < CLOSE["int8"]
     shrunk = shrink(plain, "int8")
-    for name, x in small_parameters(small).items():
+    for name, x in quantised_parameters(small).items():
         assert torch.equal(x.codes, shrunk.get_parameter(name).codes), name
         assert torch.equal(x.scales, shrunk.get_parameter(name).scales), name
 
@@ -189,7 +189,7 @@ def test_transformers_runs_a_small_model_but_reads_and_writes_none(tmp_path: Pat
     ids = tokens(2, 12)
     wrapped = LineateForCausalLM.from_hybrid(model)
     assert torch.equal(wrapped(ids).logits, model(ids).logits)
-    with pytest.raises(ValueError, match=r"cannot write small weights; use model\.to_hybrid"):
+    with pytest.raises(ValueError, match=r"cannot write quantised weights; use model\.to_hybrid"):
         wrapped.save_pretrained(tmp_path / "theirs")
     wrapped.to_hybrid().save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match=r"cannot read weights of int8; use .*from_hybrid\("):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from quantised import FP8_CONFIG, Encoding, compressed_config, compressed_float8, fp8_blocks, write_quantised
-from small_weights import EXPERTS, WIDE, realistic, sizes, tokens
+from quantised_weights import EXPERTS, WIDE, realistic, sizes, tokens
 from torch import Tensor
 
 from lineate.models import HybridLM
@@ -15,17 +15,17 @@ from lineate.models.files.safetensors import CheckpointError
 from lineate.models.inspect import describe, rows
 from lineate.models.quantizing import quantize_checkpoint
 from lineate.planning import plan_memory, read_model
-from lineate.quantised import FORMATS, SmallWeight, float8_activations, quantize, shrink
+from lineate.quantised import FORMATS, QuantisedWeight, float8_activations, quantize, shrink
 from lineate.quantised.format import FP8
 from lineate.quantised.rounding import FLOAT8, TooLargeError, round_to_float8
-from lineate.quantised.which import small_parameters
+from lineate.quantised.which import quantised_parameters
 
 
 def relative(made: Tensor, wanted: Tensor) -> float:
     return float((made.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-def exact(small: SmallWeight) -> Tensor:
+def exact(small: QuantisedWeight) -> Tensor:
     """Return the values of a weight in float64, from its codes and scales alone."""
     assert small.scales is not None
     codes, scales = FP8.from_tiles(small.codes, small.scales, small.shape[-2])
@@ -39,7 +39,7 @@ def exact(small: SmallWeight) -> Tensor:
 def test_every_code_is_the_number_that_torch_has() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(8, 32)
     codes = torch.where(codes & 127 == 127, 0, codes)  # those of NaN
-    small = SmallWeight(*FP8.to_tiles(codes, torch.ones(8, 1)), (8, 32), FP8)
+    small = QuantisedWeight(*FP8.to_tiles(codes, torch.ones(8, 1)), (8, 32), FP8)
     wanted = codes.view(FLOAT8).float()
     assert torch.equal(small.decoded(), wanted)
     assert torch.equal(F.linear(torch.eye(32), small), wanted.T)
@@ -119,7 +119,7 @@ def test_published_numbers_stay_as_they_are(tmp_path: Path, family: str, key: st
     folder = published(tmp_path, family, ENCODINGS[key])
     plain = HybridLM.from_pretrained(folder, progress=False, dtype="float32")
     small = HybridLM.from_pretrained(folder, progress=False, weights="fp8")
-    kept = small_parameters(small)
+    kept = quantised_parameters(small)
     assert len(kept) > 8
     for name, x in kept.items():
         if not name.startswith("embed"):  # which is not stored in float8
@@ -128,8 +128,8 @@ def test_published_numbers_stay_as_they_are(tmp_path: Path, family: str, key: st
     small.save_pretrained(tmp_path / "saved")
     for name in ("ours", "saved"):
         again = HybridLM.from_pretrained(tmp_path / name, progress=False)
-        assert small_parameters(again).keys() == kept.keys()
-        for own, x in small_parameters(again).items():
+        assert quantised_parameters(again).keys() == kept.keys()
+        for own, x in quantised_parameters(again).items():
             assert torch.equal(x.codes, kept[own].codes) and torch.equal(x.scales, kept[own].scales), own
         assert torch.equal(again(tokens(1, 9)).logits, small(tokens(1, 9)).logits)
     assert dict(rows(describe(folder)))["quantised"].endswith("decoded when they are read, or kept by --bits fp8")
@@ -151,7 +151,7 @@ def test_fused_experts_stay_as_they_are(tmp_path: Path) -> None:
     folder = rewrite(tmp_path / "plain", tmp_path / "float8", change, config)
     plain = HybridLM.from_pretrained(folder, progress=False, dtype="float32")
     small = HybridLM.from_pretrained(folder, progress=False, weights="fp8")
-    found = {name: x for name, x in small_parameters(small).items() if "experts_" in name}
+    found = {name: x for name, x in quantised_parameters(small).items() if "experts_" in name}
     assert len(found) == 8
     assert all(torch.equal(x.decoded(), plain.get_parameter(name)) for name, x in found.items())
 
@@ -159,7 +159,7 @@ def test_fused_experts_stay_as_they_are(tmp_path: Path) -> None:
 def test_planned_bytes_are_those_allocated(tmp_path: Path) -> None:
     model = shrink(realistic(sizes("GKA", experts=EXPERTS, dense_layers=(0,))), "fp8")
     model.save_pretrained(tmp_path)
-    small = small_parameters(model)
+    small = quantised_parameters(model)
     plain = sum(x.nbytes for name, x in model.state_dict().items() if name not in small)
     assert plan_memory(read_model(tmp_path)).weights == plain + sum(x.nbytes_kept for x in small.values())
     entry = Checkpoint.open(tmp_path).entries["layers.0.mixer.in_proj.weight.scales"]
