@@ -209,9 +209,9 @@ def main() -> None:
     parser.add_argument("--model", choices=TRAINED, default="compact")
     parser.add_argument("--steps", type=int, help="of training")
     parser.add_argument("--forms", nargs="+", default=["bfloat16", "fp8", "int8", "int4"])
-    parser.add_argument("--folder", type=Path, default=Path("bench/out/small-weights"), help="where files are kept")
+    parser.add_argument("--folder", type=Path, default=Path("bench/out/quantised-weights"), help="where files are kept")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, default=Path("bench/out/small-error.json"))
+    parser.add_argument("--json", type=Path, default=Path("bench/out/quantised-error.json"))
     args = parser.parse_args()
     steps = args.steps or TRAINED[args.model].steps
     model, held_out, seconds = trained_model(args.folder, steps, args.model)

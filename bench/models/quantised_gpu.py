@@ -229,7 +229,7 @@ def show_products(title: str, records: list[dict[str, Any]], rate: str, unit: st
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path("bench/out/small-gpu.json"))
+    parser.add_argument("--json", type=Path, default=Path("bench/out/quantised-gpu.json"))
     parser.add_argument(
         "--forms", nargs="+", choices=("bfloat16", "int8", "int4", "fp8"), default=("bfloat16", "int8", "int4", "fp8")
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.serving.gguf_writer import write_gguf
-from lineate import quantised as small
+from lineate import quantised
 from lineate.models import HybridLM
 
 VOCAB = 16384
@@ -148,8 +148,8 @@ class Files:
 
 
 def shrink(model: HybridLM, form: str) -> HybridLM:
-    """Make a model's weights small in place, and return it."""
-    small.shrink(model, form)
+    """Quantise a model's weights in place, and return it."""
+    quantised.shrink(model, form)
     return model
 
 
@@ -157,4 +157,4 @@ def step_bytes(model: HybridLM) -> int:
     """Return the bytes of all weights that a decoding step reads: all but the rows of the embedding of other tokens."""
     skipped = None if model.config.tie_embeddings else "embed.weight"
     weights = [x for name, x in model.named_parameters() if name != skipped]
-    return sum(x.nbytes_kept if isinstance(x, small.QuantisedWeight) else x.nbytes for x in weights)
+    return sum(x.nbytes_kept if isinstance(x, quantised.QuantisedWeight) else x.nbytes for x in weights)

@@ -289,10 +289,10 @@ def measure_form(measurer: Measurer, form: str, parts: Sequence[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path("bench/out/small-weights-cpu.json"))
+    parser.add_argument("--json", type=Path, default=Path("bench/out/quantised-weights-cpu.json"))
     parser.add_argument("--llama-server", type=Path, help="llama.cpp's server, measured too")
     parser.add_argument("--peers", type=Path, help="a folder with the packages gguf and torchao, put on the path")
-    parser.add_argument("--folder", type=Path, default=Path("bench/out/small-weights"), help="where files are kept")
+    parser.add_argument("--folder", type=Path, default=Path("bench/out/quantised-weights"), help="where files are kept")
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
     parser.add_argument("--forms", default=",".join(BITS), help="of " + ", ".join(BITS))
     parser.add_argument("--sides", help="contestants, of " + ", ".join(SIDES))

@@ -58,7 +58,10 @@ class QuantisedWeight(Tensor):
         form: str | Format,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.codes, self.scales, self.format = codes, scales, find_format(form)
+        self.codes, self.scales, self.format = codes, scales, find_format(form, "form")
+        if (scales is None) is self.format.has_codes:
+            wanted, got = ("None", "a tensor") if scales is not None else ("a tensor", "None")
+            raise ValueError(f"scales must be {wanted} for {self.format.name}, got {got}; use quantize")
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"format": self.format.name}

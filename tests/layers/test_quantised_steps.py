@@ -32,7 +32,7 @@ CASES = {
 
 @torch.no_grad()
 def make_small(model: nn.Module, form: str) -> nn.Module:
-    """Make the large weights of a model small, where their columns allow it."""
+    """Make the large weights of a model quantised, where their columns allow it."""
     for name, module in model.named_modules():
         own = ["weight"] if name.rpartition(".")[2] in SMALL else []
         own += ["experts_gate_up", "experts_down"] if isinstance(module, MixtureOfExperts) else []

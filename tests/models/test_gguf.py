@@ -239,19 +239,19 @@ def test_blocks_stay_quantised_in_the_model(kind, form, close, wide, tmp_path):
     plain = HybridLM.from_pretrained(
         gguf_files.write(tmp_path / "decoded.gguf", wide, kinds, decoded=True), progress=False
     )
-    small = {name: x for name, x in model.named_parameters() if isinstance(x, QuantisedWeight)}
-    assert {x.format.name for x in small.values()} == {form}
+    quantised = {name: x for name, x in model.named_parameters() if isinstance(x, QuantisedWeight)}
+    assert {x.format.name for x in quantised.values()} == {form}
     assert {"embed.weight", "head.weight", "layers.0.mixer.out_proj.weight", "layers.3.mixer.in_proj.weight"} <= set(
-        small
+        quantised
     )
-    for name, x in small.items():
+    for name, x in quantised.items():
         wanted = plain.get_parameter(name)
         if form == "int8" and kind != "Q8_0":
             assert (x.decoded() - wanted).abs().max() <= wanted.abs().max() / 200
         else:
             assert torch.equal(x.decoded(), wanted), name
     ids = tokens(1, 40)
-    for name, x in small.items():
+    for name, x in quantised.items():
         owner, _, key = name.rpartition(".")
         model.get_submodule(owner).register_parameter(key, torch.nn.Parameter(x.decoded()))
     torch.testing.assert_close(model(ids).logits, plain(ids).logits, atol=close, rtol=0)

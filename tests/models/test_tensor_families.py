@@ -100,18 +100,18 @@ def test_quantised_weights(tmp_path: Path, bits: str, stored: bool) -> None:
     whole = HybridLM.from_pretrained(tmp_path / "plain", progress=False, weights=bits)
     folder, options = tmp_path / "plain", {"weights": bits}
     if stored:
-        whole.save_pretrained(tmp_path / "small")
-        folder, options = tmp_path / "small", {}
+        whole.save_pretrained(tmp_path / "quantised")
+        folder, options = tmp_path / "quantised", {}
     for rank in range(2):
         share = HybridLM.from_pretrained(folder, progress=False, ranks=Place(rank, 2), **options)
-        ranges, found, small = model_ranges(whole, rank, 2), share.state_dict(), 0
+        ranges, found, quantised = model_ranges(whole, rank, 2), share.state_dict(), 0
         for name, x in whole.state_dict().items():
             decoded = x.decoded() if isinstance(x, QuantisedWeight) else x
             own = found[name].decoded() if isinstance(found[name], QuantisedWeight) else found[name]
-            small += isinstance(found[name], QuantisedWeight)
+            quantised += isinstance(found[name], QuantisedWeight)
             wanted = ranges[name].of(decoded) if name in ranges else decoded
             assert torch.equal(own.float(), wanted.float()), name
-        assert small > 10
+        assert quantised > 10
 
 
 # on ranks

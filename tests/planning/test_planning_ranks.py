@@ -244,7 +244,7 @@ def small_rank(folder: str) -> dict[str, int]:
     return found
 
 
-def test_bytes_of_small_weights_are_those_allocated(tmp_path: Path) -> None:
+def test_bytes_of_quantised_weights_are_those_allocated(tmp_path: Path) -> None:
     HybridLM(SMALL).save_pretrained(tmp_path)
     for got in run_ranks(RANKS, small_rank, str(tmp_path)):
         for form, nbytes in got.items():

@@ -30,10 +30,10 @@ def test_a_form_is_read_back_as_it_was_made(files, form):
     with torch.no_grad():
         assert torch.equal(made(ids).logits, again(ids).logits)
     weights = dict(again.named_parameters())
-    small = {name for name, x in weights.items() if isinstance(x, QuantisedWeight)}
-    assert bool(small) == (form != "float32")
+    quantised = {name for name, x in weights.items() if isinstance(x, QuantisedWeight)}
+    assert bool(quantised) == (form != "float32")
     assert step_bytes(again) == sum(
-        x.nbytes_kept if name in small else x.nbytes for name, x in weights.items() if name != "embed.weight"
+        x.nbytes_kept if name in quantised else x.nbytes for name, x in weights.items() if name != "embed.weight"
     )
 
 

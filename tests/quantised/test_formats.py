@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lineate.quantised import FORMATS, Format, QuantisedWeight, quantize, register_format
+import lineate.quantised
+from lineate.quantised import FORMATS, Format, QuantisedWeight, quantised_formats, quantize, register_format
 from lineate.quantised.rounding import float8_numbers, round_to_float8
 
 ALL = tuple(FORMATS)
@@ -35,6 +36,25 @@ def test_a_file_of_before_the_format_was_stored(form: str, weights_only: bool, m
     found = torch.load(file, weights_only=weights_only)["weight"]
     assert isinstance(found, QuantisedWeight) and found.format is FORMATS[form]
     assert torch.equal(found.decoded(), kept.decoded())
+
+
+@pytest.mark.parametrize(("old", "new"), [("SmallWeight", QuantisedWeight), ("small_formats", quantised_formats)])
+def test_old_names(old: str, new: object) -> None:
+    with pytest.warns(DeprecationWarning, match=f"lineate.quantised.{old} is now .*removed in 0.3.0") as caught:
+        assert getattr(lineate.quantised, old) is new
+    assert caught[0].filename == __file__
+    with pytest.raises(AttributeError, match="has no attribute 'small_weight'"):
+        getattr(lineate.quantised, "small_" + "weight")
+
+
+def test_parts_that_are_not_of_the_format() -> None:
+    kept = quantize(torch.randn(16, 32), "int8")
+    with pytest.raises(ValueError, match="scales must be a tensor for int8, got None"):
+        QuantisedWeight(kept.codes, None, (16, 32), "int8")
+    with pytest.raises(ValueError, match="scales must be None for float16, got a tensor"):
+        QuantisedWeight(torch.ones(16, 32).half(), kept.scales, (16, 32), "float16")
+    with pytest.raises(ValueError, match="form must be one of .*, got 'int3'"):
+        QuantisedWeight(kept.codes, kept.scales, (16, 32), "int3")
 
 
 def test_what_a_format_must_have() -> None:

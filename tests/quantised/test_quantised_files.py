@@ -1,4 +1,4 @@
-"""Small weights in files: reading them from any layout, writing them, damaged files, and memory."""
+"""Quantised weights in files: reading them from any layout, writing them, damaged files, and memory."""
 
 import json
 import subprocess
@@ -67,10 +67,10 @@ def test_saved_and_read_back_to_the_same_bits(form, max_shard_bytes, tmp_path):
 def test_tied_embeddings_stay_tied(form, tmp_path):
     model = realistic(sizes("GA"))
     model.save_pretrained(tmp_path / "plain")
-    small = HybridLM.from_pretrained(tmp_path / "plain", progress=False, weights=form)
-    assert small.head is None and isinstance(small.embed.weight, QuantisedWeight)
-    small.save_pretrained(tmp_path / "small")
-    assert not [name for name in Checkpoint.open(tmp_path / "small").entries if name.startswith("head")]
+    quantised = HybridLM.from_pretrained(tmp_path / "plain", progress=False, weights=form)
+    assert quantised.head is None and isinstance(quantised.embed.weight, QuantisedWeight)
+    quantised.save_pretrained(tmp_path / "quantised")
+    assert not [name for name in Checkpoint.open(tmp_path / "quantised").entries if name.startswith("head")]
 
 
 def test_the_entries_of_a_file(tmp_path):
@@ -85,18 +85,18 @@ def test_the_entries_of_a_file(tmp_path):
 
 def test_dtypes_of_what_is_not_small(tmp_path):
     realistic(sizes("GA")).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
-    small = HybridLM.from_pretrained(tmp_path / "plain", progress=False, weights="int8")
-    assert (small.dtype, small.norm.weight.dtype, small.layers[0].mixer.A_log.dtype) == (torch.float32,) * 3
+    quantised = HybridLM.from_pretrained(tmp_path / "plain", progress=False, weights="int8")
+    assert (quantised.dtype, quantised.norm.weight.dtype, quantised.layers[0].mixer.A_log.dtype) == (torch.float32,) * 3
     half = HybridLM.from_pretrained(tmp_path / "plain", progress=False, weights="int8", dtype="bfloat16")
     assert half.dtype == half.norm.weight.dtype == torch.bfloat16
     assert half.layers[0].mixer.A_log.dtype == torch.float32
-    assert same_quantised(half.embed.weight, small.embed.weight)
+    assert same_quantised(half.embed.weight, quantised.embed.weight)
     half.save_pretrained(tmp_path / "half")
     again = HybridLM.from_pretrained(tmp_path / "half", progress=False)
     assert again.dtype == torch.bfloat16 and same_models(again, half)
     assert HybridLM.from_pretrained(tmp_path / "half", progress=False, dtype="float32").dtype == torch.float32
     plain = HybridLM.from_pretrained(tmp_path / "plain", progress=False, weights="bfloat16", dtype="bfloat16")
-    assert format_of(plain) is None  # the format of all tensors is no small one
+    assert format_of(plain) is None  # the format of all tensors is no quantised one
 
 
 @pytest.mark.parametrize("other", ALL)
@@ -337,8 +337,10 @@ def make_large(folder: Path, layers: int, vocab: int) -> tuple[int, int]:
     empty = empty_model(config)
     tensors = {name: torch.ones(1).expand(x.shape) for name, x in empty.state_dict().items()}
     save(folder, tensors, {"model_type": "lineate", **config.to_dict()})
-    small = quantised_formats(empty, "int8")
-    kept = sum(small[name].nbytes(tuple(x.shape)) if name in small else 4 * x.numel() for name, x in tensors.items())
+    quantised = quantised_formats(empty, "int8")
+    kept = sum(
+        quantised[name].nbytes(tuple(x.shape)) if name in quantised else 4 * x.numel() for name, x in tensors.items()
+    )
     return sum(4 * x.numel() for x in tensors.values()), kept
 
 
@@ -349,13 +351,13 @@ def make_large(folder: Path, layers: int, vocab: int) -> tuple[int, int]:
     ids=["many layers", "a large embedding"],
 )
 def test_memory_grows_by_what_stays_and_one_block(layers, vocab, tmp_path):
-    plain, small = make_large(tmp_path / "plain", layers, vocab)
+    plain, quantised = make_large(tmp_path / "plain", layers, vocab)
     block = 60 * 2**20  # 2^22 numbers in float32, their codes, what rounding 2^18 of them takes, what malloc keeps
     loaded = grown(tmp_path / "plain", "int8")
-    rewritten = grown(tmp_path / "plain", "int8", tmp_path / "small")
-    print(f"{plain / 1e6:.0f} MB, {small / 1e6:.0f} MB small: {loaded / 1e6:.0f} MB loading")
+    rewritten = grown(tmp_path / "plain", "int8", tmp_path / "quantised")
+    print(f"{plain / 1e6:.0f} MB, {quantised / 1e6:.0f} MB quantised: {loaded / 1e6:.0f} MB loading")
     print(f"{rewritten / 1e6:.0f} MB rewriting")
-    assert plain > small + block  # so that a second copy would be noticed
-    assert loaded < small + block
+    assert plain > quantised + block  # so that a second copy would be noticed
+    assert loaded < quantised + block
     largest = FORMATS["int8"].nbytes((vocab, preset("small").hidden_size))  # of the tensors that are written
     assert rewritten < largest + block

@@ -1,4 +1,4 @@
-"""Which weights become small, and making those of a model small in place."""
+"""Which weights become quantised, and making those of a model quantised in place."""
 
 import copy
 from dataclasses import replace
@@ -25,17 +25,17 @@ def everything() -> HybridConfig:
 
 def test_the_list() -> None:
     model = empty_model(everything())
-    small = set(quantised_formats(model, "int8"))
-    stay = {name for name, x in model.named_parameters() if name not in small and x.dim() >= 2}
+    quantised = set(quantised_formats(model, "int8"))
+    stay = {name for name, x in model.named_parameters() if name not in quantised and x.dim() >= 2}
     assert {
         "embed.weight",
         "head.weight",
         "prediction.in_proj.weight",
         "prediction.block.mixer.in_proj.weight",
-    } <= small
-    ends = {name.rpartition("mixer.")[2] for name in small if ".mixer." in name}
+    } <= quantised
+    ends = {name.rpartition("mixer.")[2] for name in quantised if ".mixer." in name}
     assert ends == {"in_proj.weight", "out_proj.weight"}
-    ends = {name.rpartition("feed.")[2] for name in small if ".feed." in name}
+    ends = {name.rpartition("feed.")[2] for name in quantised if ".feed." in name}
     dense = {"gate_up_proj.weight", "down_proj.weight"}
     assert ends == {*dense, *(f"shared.{name}" for name in dense), "experts_gate_up", "experts_down"}
     ends = {name.removesuffix(".weight").rpartition(".")[2] for name in stay}
@@ -59,18 +59,18 @@ def test_shrinking_in_place(form: str) -> None:
     weights = {name: x.detach().clone() for name, x in model.named_parameters()}
     assert shrink(model, form) is model
     assert format_of(model) == FORMATS[form]
-    small = quantised_parameters(model)
-    assert small.keys() == quantised_formats(model, form).keys()
+    quantised = quantised_parameters(model)
+    assert quantised.keys() == quantised_formats(model, form).keys()
     for name, x in model.named_parameters():
-        if name not in small:
+        if name not in quantised:
             assert torch.equal(x, weights[name]) and x.requires_grad
             continue
         wanted = quantize(weights[name], form)
         assert isinstance(x, QuantisedWeight) and not x.requires_grad and torch.equal(x.codes, wanted.codes)
         assert (x.scales is None) == (wanted.scales is None)
         assert x.scales is None or torch.equal(x.scales, wanted.scales)
-    before = small["embed.weight"].codes
-    shrink(model, form)  # what is small already stays
+    before = quantised["embed.weight"].codes
+    shrink(model, form)  # what is in this format already stays
     assert model.embed.weight.codes is before or torch.equal(model.embed.weight.codes, before)
 
 

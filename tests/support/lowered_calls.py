@@ -217,7 +217,7 @@ def step(name: str, dtype: str, rows: int, overlap: bool) -> None:
                 )  # fmt: skip
 
 
-def small(form: str, dtype: str, rows: int, overlap: bool) -> None:
+def quantised(form: str, dtype: str, rows: int, overlap: bool) -> None:
     """Run all products with a weight of few bits."""
     n, k, experts = 512, 1024, 4
 
@@ -286,4 +286,4 @@ def broken() -> None:
     launching.start(move_pointer, (1,))(None, GIVEN=False)
 
 
-CALLS = {f.__name__: f for f in (rule, ahead, decode, layer, step, small, memory, broken)}
+CALLS = {f.__name__: f for f in (rule, ahead, decode, layer, step, quantised, memory, broken)}
