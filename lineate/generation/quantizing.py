@@ -71,7 +71,7 @@ def _lines(made: "Quantized") -> list[str]:
     ]
     stayed = sorted(made.stayed.items(), key=lambda item: -item[1])
     total = sum(made.stayed.values())
-    lines.append(f"not made small: {_bytes(total)}, {total / after:.2%} of the new files")
+    lines.append(f"not quantised: {_bytes(total)}, {total / after:.2%} of the new files")
     lines += [f"  {name}  {_bytes(nbytes)}" for name, nbytes in stayed[:SHOWN]]
     if len(stayed) > SHOWN:
         lines.append(f"  and {len(stayed) - SHOWN} more names, {_bytes(sum(n for _, n in stayed[SHOWN:]))}")

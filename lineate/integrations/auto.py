@@ -26,7 +26,7 @@ from lineate.models.files.saving import check_described
 from lineate.models.hybrid import HybridLM, drawn_mixer, empty_model, next_token_loss
 from lineate.models.state import ModelState
 from lineate.parallel.tensor.ranks import Ranks
-from lineate.quantised.which import small_parameters
+from lineate.quantised.which import quantised_parameters
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -275,8 +275,10 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             **named: Further arguments of transformers' save_pretrained.
         """
         check_described(self.to_hybrid(), empty_model(self.config.hybrid), around=self)
-        if small_parameters(self):
-            raise ValueError("transformers cannot write small weights; use model.to_hybrid().save_pretrained(folder)")
+        if quantised_parameters(self):
+            raise ValueError(
+                "transformers cannot write quantised weights; use model.to_hybrid().save_pretrained(folder)"
+            )
         super().save_pretrained(save_directory, *given, **named)
 
     def get_output_embeddings(self) -> nn.Linear | None:

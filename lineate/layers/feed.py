@@ -12,7 +12,7 @@ from lineate.layers.projection import project
 from lineate.native import layers as native
 from lineate.native.low_precision_matmul import has_separate_rows, linear, matmul
 from lineate.parallel.tensor.shards import Cut, Part
-from lineate.quantised import SmallWeight
+from lineate.quantised import QuantisedWeight
 from lineate.rule import compute_dtype
 from lineate.torch_ops.elementwise import elementwise
 from lineate.torch_ops.tracing import is_eager, needs_grad
@@ -210,12 +210,12 @@ class MixtureOfExperts(nn.Module):
 
         For few tokens, in bfloat16, and while a CUDA graph is captured, nothing waits for a count.
         """
-        small = coded(self.experts_gate_up) is not None and kernels_for(tokens) is not None
-        if chosen.numel() <= (max(GATHERED, 2 * self.count) if small else GATHERED):  # a small weight is not copied
+        quantised = coded(self.experts_gate_up) is not None and kernels_for(tokens) is not None
+        if chosen.numel() <= (max(GATHERED, 2 * self.count) if quantised else GATHERED):  # codes are not copied
             return self.run_gathered(tokens, chosen)
         captured = torch.cuda.is_current_stream_capturing()
         gate_up, down = uncoded(self.experts_gate_up), uncoded(self.experts_down)
-        if isinstance(gate_up, SmallWeight) or isinstance(down, SmallWeight):  # decoded one by one, never all at once
+        if isinstance(gate_up, QuantisedWeight) or isinstance(down, QuantisedWeight):  # one by one, never all at once
             return self.run_gathered(tokens, chosen) if captured else self.run_sorted(tokens, chosen, self.one_by_one)
         even = all(n % 8 == 0 for n in down.shape[1:])  # rows of 16 bytes
         if tokens.dtype == down.dtype == torch.bfloat16 and even:  # autocast leaves weights in float32
@@ -225,29 +225,29 @@ class MixtureOfExperts(nn.Module):
         return self.run_sorted(tokens, chosen, self.one_by_one)
 
     def run_gathered(self, tokens: Tensor, chosen: Tensor) -> Tensor:
-        """Run the experts on copies of their weights, one for each token and expert; small ones are not copied."""
+        """Run the experts on copies of their weights, one for each token and expert; quantised ones are not copied."""
         experts = chosen.flatten()
         if not needs_grad(tokens) and kernels_for(tokens) is not None and is_eager(tokens, chosen):
-            small = self._gathered_small(tokens, experts)
-            if small is not None:
-                return small.view(*chosen.shape, -1)
+            quantised = self._gathered_quantised(tokens, experts)
+            if quantised is not None:
+                return quantised.view(*chosen.shape, -1)
         x = tokens[:, None, :].expand(-1, self.active, -1).flatten(0, 1)  # pairs hidden
         made = torch.bmm(_chosen(self.experts_gate_up, experts), x[..., None])[..., 0]
         made = torch.bmm(_chosen(self.experts_down, experts), self._activated(made)[..., None])[..., 0]
         return made.view(*chosen.shape, -1)
 
-    def _gathered_small(self, tokens: Tensor, experts: Tensor) -> Tensor | None:
+    def _gathered_quantised(self, tokens: Tensor, experts: Tensor) -> Tensor | None:
         """Return the outputs of a token's experts, `pairs hidden`, if all weights have 8 or 4 bits."""
         gate_up, down = coded(self.experts_gate_up), coded(self.experts_down)
         if gate_up is None or down is None:
             return None
-        from lineate.kernels.layers import small_products  # triton, at its first use
+        from lineate.kernels.layers import quantised_products  # triton, at its first use
 
-        gated = self.kind == "swiglu" and small_products.takes_gate(gate_up)
-        made = small_products.multiply_experts(
+        gated = self.kind == "swiglu" and quantised_products.takes_gate(gate_up)
+        made = quantised_products.multiply_experts(
             tokens.contiguous(), gate_up, experts, every=self.active, gated=gated
         )  # fmt: skip
-        return small_products.multiply_experts(
+        return quantised_products.multiply_experts(
             made if gated else self._activated(made), down, experts, every=1, gated=False
         )  # fmt: skip
 
@@ -284,8 +284,9 @@ class MixtureOfExperts(nn.Module):
 
 
 def _chosen(weight: Tensor, experts: Tensor) -> Tensor:
-    """Return the weights of these experts; of a weight of 8 or 4 bits, no others are decoded."""
-    if not isinstance(weight, SmallWeight) or weight.scales is None:
+    """Return the weights of these experts; of a weight in codes, no others are decoded."""
+    if not isinstance(weight, QuantisedWeight) or not weight.format.has_codes:
         return uncoded(weight).index_select(0, experts)
     few = weight.with_parts(lambda part: part.index_select(0, experts))
-    return SmallWeight(few.codes, few.scales, (len(experts), *weight.shape[1:]), weight.dtype).decoded()
+    shape = len(experts), *weight.shape[1:]
+    return QuantisedWeight(few.codes, few.scales, shape, weight.format, weight.dtype).decoded()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lineate.dispatch import kernels_run
-from lineate.quantised import SmallWeight
+from lineate.quantised import QuantisedWeight
 
 if TYPE_CHECKING:
-    from lineate.kernels.layers.small_products import Codes
+    from lineate.kernels.layers.quantised_products import Codes
 
 
 def kernels_for(*tensors: Tensor | None) -> ModuleType | None:
@@ -48,16 +48,19 @@ def overlapping() -> AbstractContextManager[None]:
 
 
 def coded(weight: Tensor) -> "Codes | None":
-    """Return a weight of 8 or 4 bits on a GPU as kernels take it; None: it is another one."""
-    if not isinstance(weight, SmallWeight) or weight.scales is None or not weight.is_cuda:
+    """Return a weight in codes on a GPU as kernels take it; None: it is another one, or kernels do not take it."""
+    if not isinstance(weight, QuantisedWeight) or not weight.is_cuda:
         return None
-    from lineate.kernels.layers.small_products import Codes  # triton, at its first use
+    kernel = weight.format.kernel
+    if kernel is None or weight.scales is None:
+        return None
+    from lineate.kernels.layers.quantised_products import Codes  # triton, at its first use
 
-    return Codes(weight.codes, weight.scales, weight.shape[-2])
+    return Codes(weight.codes, weight.scales, weight.shape[-2], kernel)
 
 
 def uncoded(weight: Tensor) -> Tensor:
-    """Return the numbers of a weight that is kept small but in its own dtype; others as they are."""
-    if isinstance(weight, SmallWeight) and weight.scales is None and weight.codes.dtype == weight.dtype:
+    """Return the numbers of a quantised weight that are in the dtype it has for others; any other weight unchanged."""
+    if isinstance(weight, QuantisedWeight) and weight.format.dtype == weight.dtype:
         return weight.codes
     return weight

@@ -38,7 +38,7 @@ from lineate.parallel.context.carry import enter_convolution, run_rule
 from lineate.parallel.context.segments import Bounds, Context, Segment, segment_of
 from lineate.parallel.tensor.ranks import Ranks
 from lineate.parallel.tensor.shards import Cut, Part, linear_cuts
-from lineate.quantised.weight import SmallWeight
+from lineate.quantised.weight import QuantisedWeight
 from lineate.rule import activate, compute_dtype, normalize
 
 
@@ -245,7 +245,7 @@ class LinearMixer(nn.Module):
         """
         heads = sum(gate == "heads" for gate in self.gates)
         aligned = sum(self.splits) % 8 == 0 or not heads or not x.is_cuda
-        aligned = aligned or isinstance(self.in_proj.weight, SmallWeight)
+        aligned = aligned or isinstance(self.in_proj.weight, QuantisedWeight)
         if aligned or x.shape[1] == 1 or type(self.in_proj) is not nn.Linear or self.in_proj.bias is not None:
             return project(self.in_proj, x).split(self.splits, -1)
         weight: Tensor = self.in_proj.weight

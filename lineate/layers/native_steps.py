@@ -32,8 +32,7 @@ from lineate.native import product as products
 from lineate.native import step as native
 from lineate.native.build import available
 from lineate.native.step import Linear, Norm, Part
-from lineate.quantised import GROUP, SmallWeight
-from lineate.quantised.product import are_tiles
+from lineate.quantised import QuantisedWeight
 from lineate.torch_ops.elementwise import elementwise
 from lineate.torch_ops.tracing import PLAIN_TENSORS, is_eager
 
@@ -129,7 +128,9 @@ def record_head(embed: nn.Module, norm: nn.Module, head: nn.Module | None) -> tu
     try:
         hidden, weight = _channels(norm), embed.weight
         table = _weight(weight, None, weight.shape[0], hidden)
-        if table.kind == native.FLOAT8 or (head is not None and type(head) is not nn.Linear):
+        coded = weight.format.product if isinstance(weight, QuantisedWeight) else None
+        looks_up = coded is None or coded.looks_up
+        if not looks_up or (head is not None and type(head) is not nn.Linear):
             return None
         part = Part(
             kind=native.HEAD, norm=_norm(norm, hidden), exit=native.no_linear(),
@@ -422,13 +423,13 @@ def _weight(weight: Tensor, bias: Tensor | None, out: int, size: int) -> Linear:
         raise _Unfit
     if bias is not None:
         _dense(bias, out)
-    if isinstance(weight, SmallWeight):
-        codes, scales = weight.codes, weight.scales
+    if isinstance(weight, QuantisedWeight):
+        codes, scales, form = weight.codes, weight.scales, weight.format
         if scales is not None:
             dense = codes.is_cpu and codes.is_contiguous() and scales.is_contiguous()
-            if not dense or not are_tiles(codes, scales, out) or codes.shape[1] * GROUP != size:
+            if form.product is None or not dense or not form.holds(codes, scales, (out, size)):
                 raise _Unfit
-            return native.coded_linear(codes, scales, (out, size), bias)
+            return native.coded_linear(form.product, codes, scales, (out, size), bias)
         weight = codes
         if not products.widens(weight.dtype):
             raise _Unfit

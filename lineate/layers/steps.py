@@ -30,7 +30,7 @@ from lineate.layers.rope import frequencies
 from lineate.layers.state import CacheInPlace, LayerState, Memory
 from lineate.layers.step_spec import StepSpec
 from lineate.layers.supported_modules import KNOWN, runs_own_forward
-from lineate.quantised import SmallWeight
+from lineate.quantised import QuantisedWeight
 from lineate.torch_ops.tracing import PLAIN_TENSORS, is_eager
 
 
@@ -222,14 +222,14 @@ def _convolved(
 
     bias: of the convolution; products convolve without one.
     """
-    from lineate.kernels.layers import products, small_products  # triton, at its first use
+    from lineate.kernels.layers import products, quantised_products  # triton, at its first use
     from lineate.kernels.layers.ops import convolve_in_place
 
-    weight, small = uncoded(module.weight), coded(module.weight)
-    if small is None:
+    weight, quantised = uncoded(module.weight), coded(module.weight)
+    if quantised is None:
         inside = products.serves_one(x, weight) or products.serves_few(x, weight)
     else:
-        inside = small_products.serves(x, small)
+        inside = quantised_products.serves(x, quantised)
     if convolution is None or (inside and bias is None):
         y = _enter(x, norm, module, convolution=convolution)
         return y[:, :width], y
@@ -251,17 +251,17 @@ def _enter(
     gated: silu of its first half times its second. convolution: the taps and last inputs of its first channels, for
     rows that a kernel of ours multiplies.
     """
-    from lineate.kernels.layers import products, small_products  # triton, at its first use
+    from lineate.kernels.layers import products, quantised_products  # triton, at its first use
 
-    weight, small, bias = uncoded(module.weight), coded(module.weight), module.bias
-    if small is not None and small_products.serves(x, small):
-        gates = gated and bias is None and small_products.takes_gate(small)
+    weight, quantised, bias = uncoded(module.weight), coded(module.weight), module.bias
+    if quantised is not None and quantised_products.serves(x, quantised):
+        gates = gated and bias is None and quantised_products.takes_gate(quantised)
         around = None
-        if normed is None and small_products.takes_norm(x):
+        if normed is None and quantised_products.takes_norm(x):
             normed, around = x, (norm.weight, norm.eps, norm.zero_centred)
         elif normed is None:
             normed = norm(x)
-        y = small_products.multiply(normed, small, bias, norm=around, gated=gates, convolution=convolution)
+        y = quantised_products.multiply(normed, quantised, bias, norm=around, gated=gates, convolution=convolution)
         return glu(y) if gated and not gates else y
     if products.serves_one(x, weight) and not (gated and bias is not None):
         around = (norm.weight, norm.eps, norm.zero_centred)
@@ -280,7 +280,7 @@ def _leave(y: Tensor, module: nn.Linear, x: Tensor, then: RMSNorm | None = None)
 
     weight, bias = uncoded(module.weight), module.bias
     if coded(weight) is not None:
-        return _leave_small(y, module, x, then)
+        return _leave_quantised(y, module, x, then)
     if products.serves_one(y, weight):
         return products.product_one(y, weight, bias, residual=x), None
     if bias is not None:
@@ -294,17 +294,17 @@ def _leave(y: Tensor, module: nn.Linear, x: Tensor, then: RMSNorm | None = None)
     return torch.addmm(x, y, weight.t()), None
 
 
-def _leave_small(y: Tensor, module: nn.Linear, x: Tensor, then: RMSNorm | None) -> tuple[Tensor, Tensor | None]:
+def _leave_quantised(y: Tensor, module: nn.Linear, x: Tensor, then: RMSNorm | None) -> tuple[Tensor, Tensor | None]:
     """Run _leave for a weight of 8 or 4 bits."""
-    from lineate.kernels.layers import products, small_products  # triton, at its first use
+    from lineate.kernels.layers import products, quantised_products  # triton, at its first use
 
-    small = coded(module.weight)
-    if small is None or not small_products.serves(y, small):
+    quantised = coded(module.weight)
+    if quantised is None or not quantised_products.serves(y, quantised):
         return x + F.linear(y, module.weight, module.bias), None
-    parts = 1 if module.bias is not None or x.shape[1] > products.WIDEST else small_products.parts_of(y, small)
+    parts = 1 if module.bias is not None or x.shape[1] > products.WIDEST else quantised_products.parts_of(y, quantised)
     if (len(y) == 1 and parts == 1) or module.bias is not None:
-        return small_products.multiply(y, small, module.bias, residual=x), None
-    sums = small_products.multiply(y, small, parts=parts)
+        return quantised_products.multiply(y, quantised, module.bias, residual=x), None
+    sums = quantised_products.multiply(y, quantised, parts=parts)
     if x.shape[1] > products.WIDEST:
         return x + sums, None
     around = None if then is None else (then.weight, then.eps, then.zero_centred)
@@ -318,7 +318,7 @@ def _are_bare(*modules: nn.Module) -> bool:
     for module in modules:
         if type(module) not in KNOWN or not runs_own_forward(module):
             return False
-        known = (*PLAIN_TENSORS, SmallWeight) if type(module) is nn.Linear else PLAIN_TENSORS
+        known = (*PLAIN_TENSORS, QuantisedWeight) if type(module) is nn.Linear else PLAIN_TENSORS
         if not all(x is None or (type(x) in known and x.is_contiguous()) for x in module._parameters.values()):
             return False
     return True

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lineate.quantised import SmallWeight
+from lineate.quantised import QuantisedWeight
 
 
 class Unchanged:
@@ -29,9 +29,9 @@ class Unchanged:
         self._hooks = [own[name] for own in self._own for name in ("_forward_pre_hooks", "_forward_hooks")]
         self._inner = [own[name] for own in self._own for name in ("_modules", "_parameters")]
         self._tensors = _flat(self._inner)
-        self._small = [x for x in self._tensors if isinstance(x, SmallWeight)]
-        self._codes, self._scales = [x.codes for x in self._small], [x.scales for x in self._small]
-        plain = [x for x in self._tensors if isinstance(x, Tensor) and not isinstance(x, SmallWeight)]
+        self._quantised = [x for x in self._tensors if isinstance(x, QuantisedWeight)]
+        self._codes, self._scales = [x.codes for x in self._quantised], [x.scales for x in self._quantised]
+        plain = [x for x in self._tensors if isinstance(x, Tensor) and not isinstance(x, QuantisedWeight)]
         self._kept = [*plain, *self._codes, *(x for x in self._scales if x is not None)]
         self._addresses = list(map(Tensor.data_ptr, self._kept))
         self._dense = list(map(Tensor.is_contiguous, self._kept))
@@ -47,7 +47,7 @@ class Unchanged:
             return False
         if not _are(_flat(self._inner), self._tensors):
             return False
-        if not _are(map(_CODES, self._small), self._codes) or not _are(map(_SCALES, self._small), self._scales):
+        if not _are(map(_CODES, self._quantised), self._codes) or not _are(map(_SCALES, self._quantised), self._scales):
             return False
         if list(map(Tensor.data_ptr, self._kept)) != self._addresses:
             return False

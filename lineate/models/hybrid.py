@@ -413,8 +413,8 @@ class HybridLM(nn.Module):
             progress: whether a bar is shown while they are read, if there is a terminal.
             prediction: whether the weights that predict further tokens are read too, if there are any.
             weights: a format that large weights are kept in, "bfloat16", "float16", "int8", "int4" or "fp8"
-                (docs/small-weights.md); dtype is then that of all others, by default float32 on a CPU and bfloat16 on
-                a GPU. None: as stored.
+                (docs/quantised-weights.md); dtype is then that of all others, by default float32 on a CPU and bfloat16
+                on a GPU. None: as stored.
             ranks: the ranks that share the model; this one reads its share alone. None: all of it.
             sampling_defaults: whether the sampling options of generation_config.json, or of a GGUF file's metadata,
                 become `model.sampling_defaults`.

@@ -11,7 +11,7 @@ from torch import nn
 from lineate.console.terminal import console
 from lineate.layers import MixtureOfExperts, kind_of
 from lineate.models.config import HybridConfig
-from lineate.models.families import make_plan, other_family, present, read_config, small_format
+from lineate.models.families import make_plan, other_family, present, quantised_format, read_config
 from lineate.models.files.loading import MismatchError, check_tensors
 from lineate.models.hybrid import HybridLM, empty_model
 from lineate.models.nbytes import weight_bytes
@@ -49,9 +49,9 @@ class Description:
     encoding: str | None = None
     """How the weights are quantised, if they are."""
     weights: str | None = None
-    """The format of a checkpoint of ours that was saved with small weights."""
+    """The format of a checkpoint of ours that was saved with quantised weights."""
     stored_formats: dict[str, int] = field(default_factory=dict)
-    """How many weights stay small if the checkpoint is loaded as it is stored, by format."""
+    """How many weights are quantised if the checkpoint is loaded as it is stored, by format."""
     loaded_bytes: int = 0
     """Bytes of the model in memory if it is loaded as it is stored, on a CPU."""
     weight_bytes: dict[int | str, int] = field(default_factory=dict)
@@ -84,8 +84,8 @@ def describe(folder: str | Path) -> Description:
         sizes[part.encoding] = sizes.get(part.encoding, 0) + part.nbytes
     used = {piece.source for pieces in plan.pieces.values() for piece in pieces}
     unused = (part for name, entry in checkpoint.entries.items() if name not in used for part in entry.parts)
-    dtype, form = usual_dtype(checkpoint, None, "cpu"), small_format(checkpoint)
-    small = {bits: weight_bytes(model, torch.float32, FORMATS[name]) for bits, name in BY_BITS.items()}
+    dtype, form = usual_dtype(checkpoint, None, "cpu"), quantised_format(checkpoint)
+    quantised = {bits: weight_bytes(model, torch.float32, FORMATS[name]) for bits, name in BY_BITS.items()}
     kept = stored_formats(model, checkpoint, plan, dtype)
     loaded = weight_bytes(model, dtype, kept)
     parameters = sum(x.numel() for x in model.parameters())
@@ -108,7 +108,7 @@ def describe(folder: str | Path) -> Description:
         weights=None if form is None else form.name,
         stored_formats=dict(Counter(form.name for form in kept.values()).most_common()),
         loaded_bytes=loaded,
-        weight_bytes=small,
+        weight_bytes=quantised,
     )
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lineate.native.low_precision_matmul import half_dtype, linear, times, wide_linear
 from lineate.parallel.tensor.ranks import Ranks
-from lineate.quantised.weight import SmallWeight
+from lineate.quantised.weight import QuantisedWeight
 from lineate.rule import compute_dtype, full_precision
 
 AT_ONCE = 2**26
@@ -39,16 +39,16 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     if targets.numel() * weight.shape[0] <= AT_ONCE:
         return loss_sum(linear(x, weight), targets)[0]
     check_targets(targets, x, weight.shape[0])
-    if isinstance(weight, SmallWeight):
-        return _small_head_loss(x.flatten(0, 1), weight, targets.flatten())
+    if isinstance(weight, QuantisedWeight):
+        return _quantised_head_loss(x.flatten(0, 1), weight, targets.flatten())
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     result: Tensor = _HeadLoss.apply(x.flatten(0, 1), weight, targets.flatten(), dtype, None)
     return result
 
 
-def _small_head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of x `n hidden` for a frozen weight that is small, whose logits the backward computes again."""
+def _quantised_head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of x `n hidden` for a quantised weight, which is frozen; the backward recomputes the logits."""
 
     def part(own: Tensor, wanted: Tensor) -> Tensor:
         return loss_sum(linear(own, weight)[None], wanted[None])[0]
@@ -65,7 +65,7 @@ def shared_head_loss(x: Tensor, weight: Tensor, targets: Tensor, first: int, ran
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    weight = weight.decoded() if isinstance(weight, SmallWeight) else weight
+    weight = weight.decoded() if isinstance(weight, QuantisedWeight) else weight
     own = ranks.enter(x).flatten(0, 1)
     result: Tensor = _HeadLoss.apply(own, weight, targets.flatten(), dtype, (first, ranks))
     return result

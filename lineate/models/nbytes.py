@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from lineate.models.files.filling import dtype_of
 from lineate.quantised.format import Format
-from lineate.quantised.which import becomes_small
+from lineate.quantised.which import becomes_quantised
 
 Formats = Format | Mapping[str, Format] | None
-"""The format of all weights that can be small, or that of each small weight by its name in the model."""
+"""The format of all weights that can be quantised, or that of each quantised weight by its name in the model."""
 
 
 def weight_bytes(module: nn.Module, dtype: torch.dtype, form: Formats = None, prefix: str = "") -> int:
@@ -19,7 +19,7 @@ def weight_bytes(module: nn.Module, dtype: torch.dtype, form: Formats = None, pr
     Args:
         module: a model or a part of it; its tensors may be on the meta device.
         dtype: of floating tensors.
-        form: the format of weights that are small, or one for each of their names; None: there are none.
+        form: the format of weights that are quantised, or one for each of their names; None: there are none.
         prefix: of the part's names in the model, such as "layers.0.feed.".
     """
     tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -29,6 +29,6 @@ def weight_bytes(module: nn.Module, dtype: torch.dtype, form: Formats = None, pr
 def tensor_bytes(name: str, like: Tensor, dtype: torch.dtype, form: Formats = None) -> int:
     """Return the bytes of one parameter or buffer of this name and shape."""
     own = form.get(name) if isinstance(form, Mapping) else form
-    if own is not None and own.dtype != dtype and becomes_small(name, tuple(like.shape), own):
+    if own is not None and own.dtype != dtype and becomes_quantised(name, tuple(like.shape), own):
         return own.nbytes(tuple(like.shape))
     return like.numel() * dtype_of(name, like, dtype).itemsize

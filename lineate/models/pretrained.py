@@ -17,8 +17,8 @@ from lineate.models.families import (
     make_plan,
     other_family,
     present,
+    quantised_format,
     read_config,
-    small_format,
     written_dtype,
 )
 from lineate.models.families.values import token_ids
@@ -41,8 +41,8 @@ from lineate.models.sampling_defaults import (
 )
 from lineate.models.sharding import model_ranges
 from lineate.parallel.tensor.ranks import Ranks
-from lineate.quantised.format import FORMATS, Format
-from lineate.quantised.which import becomes_small, find_format, format_of, small_formats
+from lineate.quantised.format import FORMATS, Format, find_format
+from lineate.quantised.which import becomes_quantised, format_of, quantised_formats
 from lineate.torch_ops.dtypes import parse_dtype
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
@@ -90,7 +90,9 @@ def load_pretrained(
         check_all(tensors, plan, checkpoint, other_family(checkpoint))
         shapes = {key: tuple(x.shape) for key, x in tensors.items()}
         plan, model = slice_plan(plan, shapes, model_ranges(model, ranks.rank, ranks.size)), shared
-    small = formats_for(model, form, wanted) if form is not None else stored_formats(model, checkpoint, plan, wanted)
+    quantised = (
+        formats_for(model, form, wanted) if form is not None else stored_formats(model, checkpoint, plan, wanted)
+    )
     load(
         model,
         plan,
@@ -99,7 +101,7 @@ def load_pretrained(
         device=device,
         progress=progress,
         hint=other_family(checkpoint),
-        small=small,
+        quantised=quantised,
     )
     object.__setattr__(model, SOURCE, checkpoint.folder.absolute())
     object.__setattr__(model, DEFAULTS, defaults)
@@ -107,14 +109,14 @@ def load_pretrained(
 
 
 def usual_dtype(checkpoint: Checkpoint, form: Format | None, device: torch.device | str) -> torch.dtype:
-    """Return the dtype of a model's tensors, other than small weights, if none was asked for.
+    """Return the dtype of a model's tensors, other than quantised weights, if none was asked for.
 
     Args:
         checkpoint: that it is loaded from.
         form: the format that was asked for.
         device: where it is loaded to.
     """
-    stored = small_format(checkpoint)
+    stored = quantised_format(checkpoint)
     if form is None and stored is None:
         return stored_dtype(checkpoint)
     if torch.device(device).type != "cpu":
@@ -123,17 +125,17 @@ def usual_dtype(checkpoint: Checkpoint, form: Format | None, device: torch.devic
 
 
 def formats_for(model: nn.Module, form: Format | None, dtype: torch.dtype) -> dict[str, Format]:
-    """Return the formats of the weights that become small; none if the format is the dtype of all tensors."""
-    return {} if form is None or form.dtype == dtype else small_formats(model, form)
+    """Return the formats of the weights that are quantised; none if the format is the dtype of all tensors."""
+    return {} if form is None or form.dtype == dtype else quantised_formats(model, form)
 
 
 def stored_formats(
     model: nn.Module, checkpoint: Checkpoint, plan: LoadingPlan, dtype: torch.dtype
 ) -> dict[str, Format]:
-    """Return the formats of the weights that are small if a checkpoint is loaded as it is stored.
+    """Return the formats of the weights that are quantised if a checkpoint is loaded as it is stored.
 
-    These are one format for a folder of ours that was saved with small weights, several for the blocks of a GGUF file,
-    and none for other checkpoints.
+    These are one format for a folder of ours that was saved with quantised weights, several for the blocks of a GGUF
+    file, and none for other checkpoints.
 
     Args:
         model: that is loaded; its tensors may be on the meta device.
@@ -141,11 +143,11 @@ def stored_formats(
         plan: where its tensors come from.
         dtype: of all other tensors.
     """
-    small = formats_for(model, small_format(checkpoint), dtype)
+    quantised = formats_for(model, quantised_format(checkpoint), dtype)
     sources = {target: [piece.source for piece in pieces] for target, pieces in plan.pieces.items()}
     found = {name: FORMATS[kept] for name, kept in kept_formats(checkpoint, sources).items()}
     shapes = {name: tuple(x.shape) for name, x in model.named_parameters()}
-    return small | {name: form for name, form in found.items() if becomes_small(name, shapes[name], form)}
+    return quantised | {name: form for name, form in found.items() if becomes_quantised(name, shapes[name], form)}
 
 
 def write_pretrained(

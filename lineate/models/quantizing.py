@@ -1,4 +1,4 @@
-"""Rewrite a checkpoint of any family as one of ours with small weights, a tensor at a time.
+"""Rewrite a checkpoint of any family as one of ours with quantised weights, one tensor at a time.
 
 quantize_checkpoint("Qwen/Qwen3.5-4B", "qwen-int8", "int8")
 model = HybridLM.from_pretrained("qwen-int8")
@@ -28,8 +28,8 @@ from lineate.models.hybrid import empty_model
 from lineate.models.opening import open_checkpoint
 from lineate.models.pretrained import SHARD_BYTES, own_config, write_beside
 from lineate.models.sampling_defaults import SamplingDefaults, read_sampling_defaults
-from lineate.quantised.format import Format
-from lineate.quantised.which import find_format, small_formats
+from lineate.quantised.format import Format, find_format
+from lineate.quantised.which import quantised_formats
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Quantized:
         form: the format of its weights.
         bytes_before: bytes of the files that were read.
         bytes_after: bytes of the tensors that were written.
-        stayed: the bytes of what is not small, by name; layers of one name are added up.
+        stayed: the bytes of what is not quantised, by name; layers of one name are added up.
     """
 
     folder: Path
@@ -58,7 +58,7 @@ def quantize_checkpoint(
     progress: bool = True,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> Quantized:
-    """Write a checkpoint of ours whose large weights are small; no more than one tensor is in memory at a time.
+    """Write a checkpoint of ours whose large weights are quantised; no more than one tensor is in memory at a time.
 
     The tokenizer's files are copied; a GGUF file without one gives a warning. If anything fails, nothing is left.
 
@@ -75,7 +75,7 @@ def quantize_checkpoint(
     config, defaults = read_config(checkpoint), _defaults(checkpoint)
     model = empty_model(config)
     checkpoint = present(checkpoint, model)
-    plan, tensors, small = make_plan(checkpoint, config, model), model.state_dict(), small_formats(model, form)
+    plan, tensors, quantised = make_plan(checkpoint, config, model), model.state_dict(), quantised_formats(model, form)
     check_all(tensors, plan, checkpoint, other_family(checkpoint))
     try:
         kept = companions_of(checkpoint.folder)
@@ -85,16 +85,16 @@ def quantize_checkpoint(
     written: dict[str, dict[str, TensorSize]] = {}
     for key, x in tensors.items():
         plain = TensorSize(dtype_of(key, x, _stored(checkpoint, plan, key)), tuple(x.shape))
-        written[key] = sizes(key, tuple(x.shape), form) if key in small else {key: plain}
+        written[key] = sizes(key, tuple(x.shape), form) if key in quantised else {key: plain}
     _check_room(out, sum(size.nbytes for own in written.values() for size in own.values()))
     with _renamed(out) as part, show_progress(checkpoint, plan, progress, "quantizing") as advance:
-        make = _maker(checkpoint, plan, tensors, small, written, advance)
+        make = _maker(checkpoint, plan, tensors, quantised, written, advance)
         flat = {key: size for own in written.values() for key, size in own.items()}
         save_streamed(part, flat, make, own_config(config, torch.float32, form), max_shard_bytes)
         write_beside(part, kept, config, defaults)
     stayed: dict[str, int] = {}
     for key, own in written.items():
-        if key not in small:
+        if key not in quantised:
             short = re.sub(r"^layers\.\d+\.", "", key)
             stayed[short] = stayed.get(short, 0) + sum(size.nbytes for size in own.values())
     files = {checkpoint.entries[piece.source].file for pieces in plan.pieces.values() for piece in pieces}
@@ -146,7 +146,7 @@ def _maker(
     checkpoint: Checkpoint,
     plan: LoadingPlan,
     tensors: Mapping[str, Tensor],
-    small: Mapping[str, Format],
+    quantised: Mapping[str, Format],
     written: Mapping[str, Mapping[str, TensorSize]],
     advance: Callable[[int], None],
 ) -> Callable[[str], Tensor]:
@@ -157,7 +157,7 @@ def _maker(
     def make(key: str) -> Tensor:
         if key not in waiting:
             name = owners[key]
-            form, dtype = small.get(name), next(iter(written[name].values())).dtype
+            form, dtype = quantised.get(name), next(iter(written[name].values())).dtype
             made = allocate(name, tensors[name], torch.float32 if form else dtype, "cpu", form)
             fill(checkpoint, plan.pieces[name], made, advance)
             waiting.update(stored_tensors(name, made))

@@ -1,4 +1,4 @@
-// x weight^T for weights of float8, on a CPU: the layout of lineate/small.
+// x weight^T for weights of float8, on a CPU: the layout of lineate/quantised.
 //
 //   y_r = sum_g scale_rg sum_c code_rc x_c     g = c / 128
 //
@@ -36,7 +36,7 @@ INLINE void decode(const uint8_t *codes, vec (*made)[PARTS]) {
 }
 
 // y += scale sum_c code_c x_c for some rows of x and `columns` columns, a multiple of 4.
-INLINE void add(const Small *a, vec (*code)[PARTS], const float *scale, i64 tile, i64 row, i64 first, i64 columns,
+INLINE void add(const Quantised *a, vec (*code)[PARTS], const float *scale, i64 tile, i64 row, i64 first, i64 columns,
                 int rows) {
     const float *x = a->x + row * a->size + first;
     const i64 n = least(TILE, a->out - tile * TILE);
@@ -58,7 +58,7 @@ INLINE void add(const Small *a, vec (*code)[PARTS], const float *scale, i64 tile
     }
 }
 
-void lineate_float8_tile(const Small *a, i64 tile) {
+void lineate_float8_tile(const Quantised *a, i64 tile) {
     const i64 groups = (a->size + COLUMNS - 1) / COLUMNS;
     const float *scales = (const float *)a->scales + tile * groups * TILE;
     const uint8_t *codes = a->codes + tile * a->size * TILE;

@@ -108,17 +108,17 @@ INLINE Product plain_of(const Step *a, const Linear *w, const float *x, float *y
     return (Product){a->rows, w->out, w->size, 1, w->kind, x, w->weight, w->size, y, NULL};
 }
 
-INLINE Small small_of(const Step *a, const Linear *w, const float *x, float *y) {
+INLINE Quantised quantised_of(const Step *a, const Linear *w, const float *x, float *y) {
     const i64 bits = w->kind == BITS_4 ? 4 : w->kind == FLOAT16 ? 16 : 8;
     const i64 planes = w->kind == FLOAT8 ? 0 : w->kind == BITS_8 && !a->rounded ? 2 : 1;
-    return (Small){a->rows, w->out, w->size, bits, planes, 1, x, w->weight, w->scales, y};
+    return (Quantised){a->rows, w->out, w->size, bits, planes, 1, x, w->weight, w->scales, y};
 }
 
 static i64 units_of(const Step *a, const Linear *w) {
     if (w->kind == ABSENT) return 0;
     const Product plain = plain_of(a, w, NULL, NULL);
-    const Small small = small_of(a, w, NULL, NULL);
-    return is_coded(a, w) ? lineate_small_units(&small) : lineate_product_units(&plain);
+    const Quantised quantised = quantised_of(a, w, NULL, NULL);
+    return is_coded(a, w) ? lineate_quantised_units(&quantised) : lineate_product_units(&plain);
 }
 
 // ---- inputs of products --------------------------------------------------------------------------------------------
@@ -184,9 +184,9 @@ static Input enter(const Team *team, const Part *part, const Linear *w, const fl
     Input input = {.plain = plain_of(&team->call, w, own, y)};
     float *after = own + rows * team->widest;  // x arranged, or rounded
     if (is_coded(&team->call, w)) {
-        const Small small = small_of(&team->call, w, own, y);
-        input.rounded = lineate_small_place(&small, after);
-        for (i64 row = 0; row < rows; row++) lineate_small_round(&input.rounded, row);
+        const Quantised quantised = quantised_of(&team->call, w, own, y);
+        input.rounded = lineate_quantised_place(&quantised, after);
+        for (i64 row = 0; row < rows; row++) lineate_quantised_round(&input.rounded, row);
     } else {
         input.plain.arranged = after;
         if (!lineate_product_arrange(&input.plain)) input.plain.arranged = NULL;
@@ -199,8 +199,8 @@ static void multiply(const Team *team, const Linear *w, const Input *input, i64 
     const int coded = is_coded(&team->call, w);
     i64 first, last;
     if (coded) {
-        lineate_small_unit(&input->rounded, unit);
-        lineate_small_columns(&input->rounded.call, unit, &first, &last);
+        lineate_quantised_unit(&input->rounded, unit);
+        lineate_quantised_columns(&input->rounded.call, unit, &first, &last);
     } else {
         lineate_product_unit(&input->plain, unit);
         lineate_product_columns(&input->plain, unit, &first, &last);
@@ -222,8 +222,8 @@ static void look_up(const Step *a, float *x) {
     for (i64 row = 0; row < a->rows; row++) {
         float *to = x + row * a->hidden;
         if (w->kind >= FLOAT8) {
-            const Small small = small_of(a, w, NULL, to);
-            lineate_small_row(&small, a->ids[row], to);
+            const Quantised quantised = quantised_of(a, w, NULL, to);
+            lineate_quantised_row(&quantised, a->ids[row], to);
         } else {
             const Product plain = plain_of(a, w, NULL, to);
             lineate_product_row(&plain, a->ids[row], to);
@@ -744,7 +744,7 @@ int lineate_step(const Step *a) {
         for (i64 row = 0; p->kind == ATTENTION && row < a->rows; row++)
             widen_to(&room, attention_room(p, p->lengths[row] + 1));
     }
-    const i64 more = most(lineate_small_scratch(a->rows, widest), a->rows * widest * (i64)sizeof(float));
+    const i64 more = most(lineate_quantised_scratch(a->rows, widest), a->rows * widest * (i64)sizeof(float));
     const i64 own = a->rows * widest * (i64)sizeof(float) + more + 128;
     const i64 scratch = 2 * (most(own, room * (i64)sizeof(float)) / 64 + 1) * 64;
     const i64 buffers = a->rows * (entered + low + gate + mixed + left + (a->x ? 0 : a->hidden)) + 80;

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from lineate.native.build import library
+from lineate.native.quantised import CodedProduct
 
 RULE, ATTENTION, FEED, HEAD = range(4)
 ACTIVATIONS = ("none", "silu", "sigmoid")
 FEATURES = ("plain", "unit", "map")
 DECAY_GATES = ("none", "speed", "sigmoid", "step")
-FLOAT8, ABSENT = 3, -1
+ABSENT = -1
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDEST_HEAD = 512
 MOST_TAPS = 8
@@ -72,11 +73,12 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     )
 
 
-def coded_linear(codes: Tensor, scales: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Linear:
-    """Return a projection whose weight of this shape has 8 or 4 bits, or float8 (lineate/small)."""
+def coded_linear(
+    coded: CodedProduct, codes: Tensor, scales: Tensor, shape: tuple[int, int], bias: Tensor | None
+) -> Linear:
+    """Return a projection whose weight of this shape is in codes (lineate/quantised)."""
     address = None if bias is None else bias.data_ptr()
-    kind = FLOAT8 if scales.dtype is torch.float32 else codes.shape[-3]
-    return Linear(kind, *shape, codes.data_ptr(), scales.data_ptr(), address)
+    return Linear(coded.kind, *shape, codes.data_ptr(), scales.data_ptr(), address)
 
 
 def no_linear() -> Linear:

@@ -32,8 +32,7 @@ from lineate.models.hybrid import empty_model
 from lineate.models.nbytes import Formats
 from lineate.models.presets import PRESETS, preset
 from lineate.models.pretrained import stored_formats, usual_dtype
-from lineate.quantised.format import FORMATS, Format
-from lineate.quantised.which import find_format
+from lineate.quantised.format import FORMATS, Format, find_format
 from lineate.torch_ops.dtypes import HALF_AND_SINGLE, parse_dtype
 
 DTYPES: dict[str, torch.dtype] = HALF_AND_SINGLE | {
@@ -87,7 +86,7 @@ class Model:
     weights: str | None = None
     """The format of large weights, of lineate.quantised.FORMATS; None: they have the dtype too."""
     kept: tuple[tuple[str, str], ...] = ()
-    """Names and formats of the weights that a GGUF file keeps small; `weights` is then that of most of them."""
+    """Names and formats of the weights that a GGUF file keeps quantised; `weights` is then that of most of them."""
     split: Split = WHOLE
     """How ranks share it; the sizes are then those of one rank."""
     whole: HybridConfig | None = None
@@ -196,12 +195,12 @@ def _read_gguf(path: Path, checkpoint: Checkpoint, chosen: torch.dtype | None) -
     floating = {name for name, x in shapes.items() if x.is_floating_point()}
     check_tensors(plan, checkpoint, floating, other_family(checkpoint))
     dtype = chosen or usual_dtype(checkpoint, None, "cpu")
-    small = stored_formats(model, checkpoint, plan, dtype)
+    quantised = stored_formats(model, checkpoint, plan, dtype)
     sizes: dict[str, int] = {}
-    for name, form in small.items():
+    for name, form in quantised.items():
         sizes[form.name] = sizes.get(form.name, 0) + shapes[name].numel()
     most = max(sizes, key=lambda name: sizes[name]) if sizes else None
-    kept = tuple((name, form.name) for name, form in small.items())
+    kept = tuple((name, form.name) for name, form in quantised.items())
     name = path.stem if path.is_file() else path.resolve().name
     return Model(name, config, dtype, "gguf", most, kept)
 

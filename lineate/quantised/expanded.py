@@ -1,4 +1,4 @@
-"""Keeps float32 copies of weights of 8 and 4 bits, for CPUs without the C code that multiplies by their codes.
+"""Keeps float32 copies of weights in codes, for CPUs and formats without the C code that multiplies by their codes.
 
 Decoding takes many times as long as a product of a few rows. Each weight is therefore decoded once, at its first
 product, while a quarter of the memory stays available. A copy takes 4 bytes a weight and ends with its codes.
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lineate.quantised.format import GROUP, decode
+from lineate.quantised.format import BLOCK, Format
 
 _copies: Any = WeakTensorKeyDictionary()  # codes, or the tensor that they are a view of -> {place: (state, copy)}
 
 
-def expanded(codes: Tensor, scales: Tensor, rows: int) -> Tensor | None:
+def expanded(codes: Tensor, scales: Tensor, rows: int, form: Format) -> Tensor | None:
     """Return the weight `rows columns` in float32, which is kept; None where memory does not allow it.
 
     A copy is used only while the version counters of codes and scales, and their places in memory, show that neither
@@ -25,7 +25,7 @@ def expanded(codes: Tensor, scales: Tensor, rows: int) -> Tensor | None:
     if codes.is_inference() or scales.is_inference():  # these have no version counters
         return None
     owner = codes if codes._base is None else codes._base
-    place = codes.storage_offset(), codes.shape, codes.stride(), rows
+    place = codes.storage_offset(), codes.shape, codes.stride(), rows, form.name
     state = codes._version, scales._version, codes.data_ptr(), scales.data_ptr()
     copies = _copies.get(owner)
     if copies is not None and place in copies:
@@ -33,14 +33,19 @@ def expanded(codes: Tensor, scales: Tensor, rows: int) -> Tensor | None:
         if known == state:
             return copy
         del copies[place]
-    if not fits(4 * rows * codes.shape[1] * GROUP):
+    if not fits(4 * rows * codes.shape[1] * BLOCK):
         return None
-    with torch.no_grad():
-        copy = decode(codes, scales, rows)
+    copy = copied(codes, scales, rows, form)
     if copies is None:
         copies = _copies[owner] = {}
     copies[place] = state, copy
     return copy
+
+
+@torch.no_grad()
+def copied(codes: Tensor, scales: Tensor, rows: int, form: Format) -> Tensor:
+    """Return a new copy."""
+    return form.decode(codes, scales, rows)
 
 
 def kept_bytes() -> int:

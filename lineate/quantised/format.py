@@ -1,89 +1,119 @@
-"""How a weight of 8 or 4 bits is written: codes in groups of 32 columns, with scales; 16 rows make a tile.
+"""How a quantised weight is stored: a row of FORMATS says what its numbers are, how they lie, and what multiplies them.
 
-    int8, int4   weight_rc = scale_rg (code_rc - zero)   g = c / 32;  zero = 128 or 8; the scale is float16
-    fp8          weight_rc = scale_rg code_rc            g = c / 128; codes are float8 (e4m3), the scale is float32
+Codes of 8 and 4 bits lie in tiles of 16 rows, in the order in which a processor multiplies them (native/quantised.c):
+group by group of 32 columns, in each group step by step, and a step has 4 columns of all 16 rows.
 
-A tile's codes lie in the order in which a processor multiplies them (native/small.c): group by group, in each group
-step by step, and a step has 4 columns of all 16 rows.
+    codes   `... tiles groups 8 16 4` uint8     8 bits: 8 steps
+            `... tiles groups 4 16 4` uint8     4 bits: step s in the low half of a byte, step s + 4 in its high half
+    scales  `... tiles scales 16`               a format's `factors` for each `group` of columns, in its own dtype
 
-    codes   `... tiles groups 8 16 4` uint8          int8: 8 steps
-            `... tiles groups 4 16 4` uint8          int4: step s in the low half of a byte, step s + 4 in its high half
-            `... tiles groups 8 16 4` uint8          fp8: 8 steps; a byte is a number of float8
-    scales  `... tiles groups 16` float16            fp8: `... tiles ceil(columns / 128) 16` float32
-
-Rows are filled up to whole tiles with codes of zero and scales of 0. Files have the same layout as memory. A scale of
-fp8 for each row and 128 columns has every scale of a published block of 128 x 128, and one of a row, as it is.
+Rows are filled up to whole tiles with codes of zero and scales of 0. Files have the same layout as memory.
 """
 
-import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.native import small as native
-from lineate.native.build import available
-from lineate.torch_ops.tracing import is_eager
+from lineate import checks
+from lineate.kernels.coded import CodedKernel
+from lineate.native import quantised as native
+from lineate.quantised.rounding import (
+    FLOAT8_GROUP,
+    GROUP,
+    are_float8_numbers,
+    check_half,
+    float8_numbers,
+    integers,
+    round_to_float8,
+    round_to_integers,
+)
 
-GROUP = 32
-"""Columns whose codes lie together; those of int8 and int4 share a scale."""
-FLOAT8_GROUP = 128
-"""Columns of fp8 that share a scale."""
-FLOAT8 = torch.float8_e4m3fn
-LARGEST = 448.0
-"""The largest number of float8."""
 TILE = 16
 """Rows whose codes lie side by side."""
+BLOCK = 32
+"""Columns whose codes lie together; those of a weight in codes are a multiple of it."""
 STEP = 4
 """Columns of a row that lie side by side."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Format:
-    """A way to keep a weight small.
+    """A way to store a weight `... rows columns`: in a dtype of 16 bits, or in codes and scales.
 
     Args:
-        name: of the format.
-        bits: of a number.
-        dtype: of the numbers, if they have 16 bits; None: codes and scales.
-        floating: whether codes are float8 numbers.
+        name: Of the format; config.json of a checkpoint has it.
+        bits: Of a number.
+        dtype: Of the numbers, if they are stored in the weight's shape; None: they are codes and scales.
+        round: Rounds a weight `... rows columns` to codes of this shape, one a byte, and scales `... rows scales`.
+        numbers: Returns the numbers of codes `... columns` and scales `... scales`, in float32.
+        zero: The code that rows are filled up with.
+        group: Columns that share scales.
+        factors: Scales of a group: 1, or 2 if it has a scale and a zero point.
+        scales_dtype: Of the scales.
+        are_numbers: Whether all codes of a file are numbers; None: every code is.
+        flag: How --bits names the format; None: it does not.
+        product: How the C code multiplies by the codes; None: they are decoded before a product on a CPU.
+        kernel: How kernels multiply by the codes; None: they are decoded before a product on a GPU.
     """
 
     name: str
     bits: int
     dtype: torch.dtype | None = None
-    floating: bool = False
+    round: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    numbers: Callable[[Tensor, Tensor], Tensor] | None = None
+    zero: int = 0
+    group: int = GROUP
+    factors: int = 1
+    scales_dtype: torch.dtype = torch.float16
+    are_numbers: Callable[[Tensor], bool] | None = None
+    flag: int | str | None = None
+    product: native.CodedProduct | None = None
+    kernel: CodedKernel | None = None
+
+    def __post_init__(self) -> None:
+        functions = [f is not None for f in (self.round, self.numbers)]
+        if functions != [self.dtype is None] * 2:
+            raise ValueError(f"format {self.name!r} must have either a dtype or both round and numbers")
+        if self.dtype is None and self.bits not in (4, 8):
+            raise ValueError(f"format {self.name!r} must have codes of 4 or 8 bits, got {self.bits}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return find_format, (self.name,)
 
     @property
-    def zero(self) -> int:
-        """The code of 0."""
-        return 0 if self.floating else 1 << (self.bits - 1)
-
-    @property
-    def group(self) -> int:
-        """Columns that share a scale."""
-        return FLOAT8_GROUP if self.floating else GROUP
+    def has_codes(self) -> bool:
+        """Whether weights are codes and scales."""
+        return self.dtype is None
 
     @property
     def codes_dtype(self) -> torch.dtype:
         return self.dtype or torch.uint8
 
-    @property
-    def scales_dtype(self) -> torch.dtype:
-        return torch.float32 if self.floating else torch.float16
-
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a weight of this shape, `... rows columns`, can be kept so."""
-        return len(shape) >= 2 and (self.dtype is not None or shape[-1] % GROUP == 0) and 0 not in shape
+        """Whether a weight of this shape, `... rows columns`, can be stored so."""
+        return len(shape) >= 2 and (self.dtype is not None or shape[-1] % BLOCK == 0) and 0 not in shape
+
+    def scale_count(self, columns: int) -> int:
+        """Return how many scales a row of this number of columns has."""
+        return -(-columns // self.group) * self.factors
 
     def shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """Return the shapes of the codes and of the scales, None if there are none, of a weight of this shape."""
         if self.dtype is not None:
             return shape, None
         *front, rows, columns = shape
-        tiles, groups = -(-rows // TILE), columns // GROUP
-        return (*front, tiles, groups, self.bits, TILE, STEP), (*front, tiles, -(-columns // self.group), TILE)
+        tiles = -(-rows // TILE)
+        return (*front, tiles, columns // BLOCK, self.bits, TILE, STEP), (
+            *front,
+            tiles,
+            self.scale_count(columns),
+            TILE,
+        )
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of a weight of this shape."""
@@ -91,152 +121,123 @@ class Format:
         factors = 0 if scales is None else torch.Size(scales).numel() * self.scales_dtype.itemsize
         return torch.Size(codes).numel() * self.codes_dtype.itemsize + factors
 
+    def holds(self, codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> bool:
+        """Whether C and kernels, which see addresses alone, may read these as a weight of this shape."""
+        if codes.device != scales.device:
+            return False
+        whole = self.shapes(shape) == (tuple(codes.shape), tuple(scales.shape))
+        return whole and (codes.dtype, scales.dtype) == (self.codes_dtype, self.scales_dtype)
 
-FORMATS = {
-    "bfloat16": Format("bfloat16", 16, torch.bfloat16),
-    "float16": Format("float16", 16, torch.float16),
-    "int8": Format("int8", 8),
-    "int4": Format("int4", 4),
-    "fp8": Format("fp8", 8, floating=True),
-}
-BY_BITS: dict[int | str, str] = {16: "bfloat16", 8: "int8", 4: "int4", "fp8": "fp8"}
-"""The format that a number of bits, or a name beside them, stands for."""
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Round a weight `... rows columns` to codes and scales in tiles, or to its dtype and None.
+
+        Raise TooLargeError for numbers that the format cannot stand for.
+        """
+        if self.dtype is None:
+            return self.to_tiles(*self.to_codes(x))
+        numbers = x.detach().to(self.dtype)
+        check_half(numbers)
+        return numbers, None
+
+    def to_codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Round a weight to codes of its shape, one a byte, and scales `... rows scales`."""
+        assert self.round is not None, f"{self.name} has no codes"
+        return self.round(x)
+
+    def decode(self, codes: Tensor, scales: Tensor, rows: int) -> Tensor:
+        """Return the weight `... rows columns` of these tiles, in float32."""
+        assert self.numbers is not None, f"{self.name} has no codes"
+        return self.numbers(*self.from_tiles(codes, scales, rows))
+
+    def decode_rows(self, codes: Tensor, scales: Tensor, ids: Tensor) -> Tensor:
+        """Return these rows of a weight `rows columns` in float32, `... columns`, as an embedding looks them up."""
+        assert self.numbers is not None, f"{self.name} has no codes"
+        tile, row = ids // TILE, ids % TILE
+        found = codes[tile, :, :, row]  # ... groups steps 4
+        if self.bits == 4:
+            found = torch.cat([found & 15, found >> 4], -2)
+        return self.numbers(found.flatten(-3), scales[tile, :, row])
+
+    def to_tiles(self, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Put codes `... rows columns`, one a byte, and scales `... rows scales` into tiles."""
+        *front, rows, columns = codes.shape
+        more = -rows % TILE
+        if more:
+            codes = torch.cat([codes, codes.new_full((*front, more, columns), self.zero)], -2)
+            scales = torch.cat([scales, scales.new_zeros(*front, more, scales.shape[-1])], -2)
+        tiles = codes.unflatten(-2, (-1, TILE)).unflatten(-1, (-1, BLOCK // STEP, STEP))  # ... tiles 16 groups 8 4
+        tiles = tiles.movedim(-4, -2)
+        tiles = (tiles[..., :4, :, :] | tiles[..., 4:, :, :] << 4) if self.bits == 4 else tiles
+        return tiles.contiguous(), scales.unflatten(-2, (-1, TILE)).transpose(-1, -2).contiguous()
+
+    def from_tiles(self, codes: Tensor, scales: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Return codes `... rows columns`, one a byte, and scales `... rows scales`: to_tiles backwards."""
+        if self.bits == 4:
+            codes = torch.cat([codes & 15, codes >> 4], -3)
+        plain = codes.movedim(-2, -4).flatten(-3).flatten(-3, -2)  # ... tiles 16 groups 8 4
+        return plain[..., :rows, :], scales.transpose(-1, -2).flatten(-3, -2)[..., :rows, :]
 
 
-class TooLargeError(ValueError):
-    """A weight with a number that codes and scales cannot stand for; the message goes on after the weight's name."""
+FORMATS: dict[str, Format] = {}
+"""The formats by name; register_format adds one."""
+BY_BITS: dict[int | str, str] = {}
+"""The format that a number of bits, or a word, of --bits stands for."""
 
 
-def check_half(x: Tensor) -> None:
-    """Raise TooLargeError if a number did not fit when it was rounded to float16."""
-    if x.dtype is not torch.float16 or x.is_meta or x.numel() == 0:
-        return
-    if not all(map(math.isfinite, torch.aminmax(x))):  # makes no tensors of x's size; NaN counts for both
-        raise TooLargeError("must have finite numbers of at most 65,504 in size to be kept in float16; use bfloat16")
+def register_format(form: Format) -> Format:
+    """Add a format, so that `quantize`, checkpoints and --bits find it by its name, and return it.
 
+    Args:
+        form: The format; its name and its flag must be new.
 
-def are_floating(scales: Tensor) -> bool:
-    """Whether these are scales of fp8."""
-    return scales.dtype is torch.float32
-
-
-def encode(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """Round a weight `... rows columns` to codes of 8 or 4 bits and scales, both in tiles."""
-    return to_tiles(*round_to_codes(x, form), form.bits)
-
-
-def round_to_codes(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """Round a weight `... rows columns` to codes of its shape, one a byte, and scales `... rows groups`.
-
-    Raise TooLargeError for numbers that are not finite, or so large that float16 has no scale for them.
+    >>> register_format(Format("int4-pairs", 4, round=round_pairs, numbers=pairs, group=64, factors=2, flag="4-pairs"))
     """
-    if form.floating:
-        codes, scales = round_to_float8(x)
-        if not scales.is_meta and not bool(scales.isfinite().all()):
-            raise TooLargeError("must have finite numbers to be kept in fp8, got one that is not; correct the weight")
-        return codes.view(torch.uint8), scales
-    bits, groups = form.bits, x.detach().float().unflatten(-1, (-1, GROUP))
-    scales = _scales(groups, bits)
-    if not scales.is_meta and not bool(scales.isfinite().all()):
-        raise TooLargeError(
-            f"must have finite numbers of at most {65504 * (127 if bits == 8 else 8.5):,.0f} in size to be kept in "
-            f"{bits} bits, got {float(groups.abs().amax()):g}; keep it in 16 or 32 bits"
-        )
-    return _codes(groups, scales, bits)
+    if form.name in FORMATS:
+        raise ValueError(f"a format must have a name of its own, got {form.name}, which is there; choose another")
+    if form.flag in BY_BITS:
+        raise ValueError(f"a format must have a flag of its own, got {form.flag}, which is {BY_BITS[form.flag]}")
+    FORMATS[form.name] = form
+    if form.flag is not None:
+        BY_BITS[form.flag] = form.name
+    return form
 
 
-def round_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round `... columns` to float8 and scales `... groups` of 128 columns, which map the largest number to 448."""
-    columns = x.shape[-1]
-    groups = F.pad(x.detach().float(), (0, -columns % FLOAT8_GROUP)).unflatten(-1, (-1, FLOAT8_GROUP))
-    scales = groups.abs().amax(-1) / LARGEST
-    made = (groups / torch.where(scales == 0, 1, scales)[..., None]).clamp_(-LARGEST, LARGEST)
-    return made.to(FLOAT8).flatten(-2)[..., :columns], scales
+@contextmanager
+def temporary_formats() -> Iterator[None]:
+    """Remove, at the end of a `with` block, the formats that were registered inside of it, as tests of one need."""
+    before = set(FORMATS)
+    try:
+        yield
+    finally:
+        for name in FORMATS.keys() - before:
+            BY_BITS.pop(FORMATS.pop(name).flag or name, None)
 
 
-def decode(codes: Tensor, scales: Tensor, rows: int) -> Tensor:
-    """Return the weight `... rows columns` in float32 that these tiles stand for."""
-    plain, factors = from_tiles(codes, scales, rows)
-    return _numbers(plain, factors, codes.shape[-3])
+def find_format(form: str | Format, argument: str = "weights") -> Format:
+    """Return a format by its name; raise ValueError, which names the argument, if there is none of this name."""
+    if isinstance(form, Format):
+        return form
+    checks.check_choice(argument, form, tuple(FORMATS))
+    return FORMATS[form]
 
 
-def _numbers(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Return what codes `... columns`, one a byte, and scales `... groups` stand for, in float32."""
-    floating = are_floating(scales)
-    x, factors = (codes.view(FLOAT8) if floating else codes).float(), scales.float()[..., None]
-    if floating and (rest := x.shape[-1] % FLOAT8_GROUP):
-        x = F.pad(x, (0, FLOAT8_GROUP - rest))
-    x = x if floating else x.sub_(1 << (bits - 1))
-    made = x.unflatten(-1, (-1, FLOAT8_GROUP if floating else GROUP)).mul_(factors).flatten(-2)
-    return made[..., : codes.shape[-1]]
-
-
-def _codes(groups: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Round `... rows groups 32` by scales `... rows groups`; return codes `... rows columns` and the scales."""
-    zero = 1 << (bits - 1)
-    inverse = torch.where(scales == 0, 0, 1 / scales.float())[..., None]
-    return (groups * inverse).round_().clamp_(-zero, zero - 1).add_(zero).to(torch.uint8).flatten(-2), scales
-
-
-DIVISORS = {8: [127 - 0.5 * n for n in range(15)], 4: [0.125 * n - 8.5 for n in range(18)]}
-"""The scales that are tried for a group: its largest number divided by these. Whole numbers find the scale of a weight
-that was rounded before. With 4 bits some clip the largest number, and the sign matters, as codes go from -8 to 7."""
-
-
-def _scales(groups: Tensor, bits: int) -> Tensor:
-    """Return the scales with the least squared error, of those that are tried."""
-    divisors = torch.tensor(DIVISORS[bits], dtype=torch.float32, device=groups.device)
-    if bits == 8:
-        scales = groups.abs().amax(-1, keepdim=True) / divisors
-        digits = (scales * 2**24).ceil_().clamp_(max=1024).mul_(2**-24)  # where float16 has few, it is not rounded down
-        scales = torch.maximum(scales, digits).half()
-    else:
-        largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))  # ... rows groups 1
-        scales = (largest / divisors).half()
-    zero = 1 << (bits - 1)
-    if groups.is_cpu and groups.numel() and is_eager(groups) and available("products"):
-        best = native.best_scales(groups.contiguous(), scales.float(), zero)
-    else:
-        best = _best_scales(groups, scales.float(), zero)
-    return scales.gather(-1, best)[..., 0]
-
-
-def _best_scales(groups: Tensor, scales: Tensor, zero: int) -> Tensor:
-    """Return which of the scales `... candidates` leaves the least squared error of each group, `... 1`."""
-    errors = []
-    for n in range(scales.shape[-1]):
-        factor = scales[..., n, None]
-        made = (groups * torch.where(factor == 0, 0, 1 / factor)).round_().clamp_(-zero, zero - 1).mul_(factor)
-        errors.append(made.sub_(groups).square_().sum(-1))
-    return torch.stack(errors, -1).nan_to_num(torch.inf).argmin(-1, keepdim=True)
-
-
-def to_tiles(codes: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Put codes `... rows columns`, one a byte, and scales `... rows groups` into tiles."""
-    *front, rows, columns = codes.shape
-    more = -rows % TILE
-    if more:
-        zero = 0 if are_floating(scales) else 1 << (bits - 1)
-        codes = torch.cat([codes, codes.new_full((*front, more, columns), zero)], -2)
-        scales = torch.cat([scales, scales.new_zeros(*front, more, scales.shape[-1])], -2)
-    tiles = codes.unflatten(-2, (-1, TILE)).unflatten(-1, (-1, 8, STEP))  # ... tiles 16 groups 8 4
-    tiles = tiles.movedim(-4, -2)
-    tiles = (tiles[..., :4, :, :] | tiles[..., 4:, :, :] << 4) if bits == 4 else tiles
-    return tiles.contiguous(), scales.unflatten(-2, (-1, TILE)).transpose(-1, -2).contiguous()
-
-
-def from_tiles(codes: Tensor, scales: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return codes `... rows columns`, one a byte, and scales `... rows groups`: to_tiles backwards."""
-    if codes.shape[-3] == 4:
-        codes = torch.cat([codes & 15, codes >> 4], -3)
-    plain = codes.movedim(-2, -4).flatten(-3).flatten(-3, -2)  # ... tiles 16 groups 8 4
-    return plain[..., :rows, :], scales.transpose(-1, -2).flatten(-3, -2)[..., :rows, :]
-
-
-def decode_rows(codes: Tensor, scales: Tensor, ids: Tensor) -> Tensor:
-    """Return these rows of a weight `rows columns` in float32, `... columns`, as an embedding looks them up."""
-    tile, row = ids // TILE, ids % TILE
-    found = codes[tile, :, :, row]  # ... groups steps 4
-    if codes.shape[-3] == 4:
-        found = torch.cat([found & 15, found >> 4], -2)
-    return _numbers(found.flatten(-3), scales[tile, :, row], codes.shape[-3])
+register_format(Format("bfloat16", 16, torch.bfloat16, flag=16))
+register_format(Format("float16", 16, torch.float16))
+INT8 = register_format(
+    Format(
+        "int8", 8, round=partial(round_to_integers, bits=8), numbers=partial(integers, bits=8), zero=128, flag=8,
+        product=native.INT8, kernel=CodedKernel(8),
+    )
+)  # fmt: skip
+INT4 = register_format(
+    Format(
+        "int4", 4, round=partial(round_to_integers, bits=4), numbers=partial(integers, bits=4), zero=8, flag=4,
+        product=native.INT4, kernel=CodedKernel(4),
+    )
+)  # fmt: skip
+FP8 = register_format(
+    Format(
+        "fp8", 8, round=round_to_float8, numbers=float8_numbers, group=FLOAT8_GROUP, scales_dtype=torch.float32,
+        are_numbers=are_float8_numbers, flag="fp8", product=native.FLOAT8, kernel=CodedKernel(8, float8=True),
+    )
+)  # fmt: skip

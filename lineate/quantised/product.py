@@ -1,4 +1,4 @@
-"""x weight^T for a weight of 8 or 4 bits, with the gradient of x; the weight itself is frozen."""
+"""x weight^T for a weight in codes, with the gradient of x; the weight itself is frozen."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,34 +10,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.native import small as native
+from lineate.native import quantised as native
 from lineate.native.build import available
 from lineate.quantised.expanded import expanded
-from lineate.quantised.format import FORMATS, GROUP, TILE, are_floating, decode, decode_rows
+from lineate.quantised.format import BLOCK, FORMATS, TILE, Format
 from lineate.torch_ops.registrar import register_op
 from lineate.torch_ops.tracing import in_memory, is_eager, transformed
 
 _float8 = ContextVar("float8_activations", default=0)  # how many blocks are open
 _rounded = ContextVar("rounded_activations", default=0)
-BLOCK = 2**20
+DECODED = 2**20
 """Elements that are decoded at a time."""
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def small_linear(x: Tensor, codes: Tensor, scales: Tensor, rows: int) -> Tensor:
-    """Return x weight^T in x's dtype; x `... columns`, codes and scales of a weight `rows columns` in tiles."""
-    if not are_tiles(codes, scales, rows):
+def quantised_linear(x: Tensor, codes: Tensor, scales: Tensor, shape: tuple[int, int], form: Format) -> Tensor:
+    """Return x weight^T in x's dtype; x `... columns`, codes and scales of a weight of this shape in tiles."""
+    if not form.holds(codes, scales, shape):
         raise ValueError(
-            f"codes and scales must be the tiles of a weight of {rows} rows, uint8 and float16, or float32 for fp8, "
-            f"got {tuple(codes.shape)} in {codes.dtype} and {tuple(scales.shape)} in {scales.dtype}; use "
+            f"codes and scales must be the tiles of a weight {tuple(shape)}, uint8 and {_text(form.scales_dtype)} for "
+            f"{form.name}, got {tuple(codes.shape)} in {codes.dtype} and {tuple(scales.shape)} in {scales.dtype}; use "
             "quantize"
         )
-    check_input(x, (rows, codes.shape[1] * GROUP), codes.device)
+    check_input(x, shape, codes.device)
     if transformed():  # torch.func differentiates plain torch
         wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-        return F.linear(x.to(wide), decode(codes, scales, rows).to(wide)).to(x.dtype)
-    result: Tensor = _run(x, codes, scales, rows)
+        return F.linear(x.to(wide), form.decode(codes, scales, shape[0]).to(wide)).to(x.dtype)
+    result: Tensor = _run(x, codes, scales, shape[0], form.name)
     return result
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager
@@ -53,9 +57,9 @@ def float8_activations(device: torch.device | str = "cuda") -> Iterator[None]:
     place = torch.device(device)
     if place.type != "cuda" or not torch.cuda.is_available() or not _has_triton():
         raise ValueError(f"float8_activations needs a GPU with Triton, got device {place}; leave it out")
-    from lineate.kernels.layers import small_products  # triton, at its first use
+    from lineate.kernels.layers import quantised_products  # triton, at its first use
 
-    why = small_products.why_not_float8(place)
+    why = quantised_products.why_not_float8(place)
     if why is not None:
         raise ValueError(f"float8_activations cannot run: {why}; leave it out")
     with _counted(_float8):
@@ -102,15 +106,6 @@ def half_linear(x: Tensor, weight: Tensor) -> Tensor | None:
     return None if y is None else y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
-def are_tiles(codes: Tensor, scales: Tensor, rows: int) -> bool:
-    """Whether C and kernels, which see addresses alone, may read these as a weight of so many rows."""
-    if codes.dim() != 5 or codes.device != scales.device:
-        return False
-    form = FORMATS["fp8" if are_floating(scales) else "int4" if codes.shape[-3] == 4 else "int8"]
-    whole = form.shapes((rows, codes.shape[1] * GROUP)) == (tuple(codes.shape), tuple(scales.shape))
-    return whole and (codes.dtype, scales.dtype) == (form.codes_dtype, form.scales_dtype)
-
-
 def check_input(x: Tensor, shape: tuple[int, int], device: torch.device) -> None:
     """Raise unless x can be multiplied with a weight of this shape on this device."""
     if not x.dtype.is_floating_point or x.dim() == 0 or x.shape[-1] != shape[1]:
@@ -119,26 +114,27 @@ def check_input(x: Tensor, shape: tuple[int, int], device: torch.device) -> None
         raise ValueError(f"x must be on the device of the weight, {device}, got {x.device}; move one of them")
 
 
-def decoded(codes: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+def decoded(codes: Tensor, scales: Tensor, rows: int, dtype: torch.dtype, form: Format) -> Tensor:
     """Return the weight `rows columns`, or `experts rows columns`, in this dtype."""
-    if _on_gpu(codes, dtype) and codes.dim() in (5, 6):
-        from lineate.kernels.layers import small_products  # triton, at its first use
+    if form.kernel is not None and _on_gpu(codes, dtype) and codes.dim() in (5, 6):
+        from lineate.kernels.layers import quantised_products  # triton, at its first use
 
-        return small_products.decoded(small_products.Codes(codes, scales, rows), dtype)
-    return decode(codes, scales, rows).to(dtype)
+        return quantised_products.decoded(quantised_products.Codes(codes, scales, rows, form.kernel), dtype)
+    return form.decode(codes, scales, rows).to(dtype)
 
 
-def looked_up(codes: Tensor, scales: Tensor, ids: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+def looked_up(codes: Tensor, scales: Tensor, ids: Tensor, rows: int, dtype: torch.dtype, form: Format) -> Tensor:
     """Return these rows of a weight `rows columns` in this dtype, `... columns`; the ids must be those of rows."""
-    if _on_gpu(codes, dtype):
-        from lineate.kernels.layers import small_products  # triton, at its first use
+    if form.kernel is not None and _on_gpu(codes, dtype):
+        from lineate.kernels.layers import quantised_products  # triton, at its first use
 
-        return small_products.decoded_rows(small_products.Codes(codes, scales, rows), ids, dtype)
-    if codes.is_cpu and is_eager(codes, scales, ids) and not are_floating(scales) and available("products"):
+        return quantised_products.decoded_rows(quantised_products.Codes(codes, scales, rows, form.kernel), ids, dtype)
+    coded = form.product
+    if coded is not None and coded.looks_up and codes.is_cpu and is_eager(codes, scales, ids) and available("products"):
         flat = ids.reshape(-1).to("cpu", torch.int64).contiguous()
-        made = native.rows(codes.contiguous(), scales.contiguous(), flat)
+        made = native.rows(codes.contiguous(), scales.contiguous(), flat, coded)
         return made.view(*ids.shape, made.shape[1]).to(dtype)
-    return decode_rows(codes, scales, ids).to(dtype)
+    return form.decode_rows(codes, scales, ids).to(dtype)
 
 
 def _on_gpu(codes: Tensor, dtype: torch.dtype) -> bool:
@@ -151,52 +147,52 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _forward(x: Tensor, codes: Tensor, scales: Tensor, rows: int) -> Tensor:
-    flat = x.reshape(-1, x.shape[-1])
-    if flat.shape[0] and x.is_cuda and _on_gpu(codes, x.dtype):
-        from lineate.kernels.layers import small_products  # triton, at its first use
+def _forward(x: Tensor, codes: Tensor, scales: Tensor, rows: int, form: str) -> Tensor:
+    flat, kept = x.reshape(-1, x.shape[-1]), FORMATS[form]
+    if flat.shape[0] and x.is_cuda and kept.kernel is not None and _on_gpu(codes, x.dtype):
+        from lineate.kernels.layers import quantised_products  # triton, at its first use
 
-        weight = small_products.Codes(codes, scales.contiguous(), rows)
-        y = small_products.linear(flat.contiguous(), weight, _float8.get() > 0)
+        weight = quantised_products.Codes(codes, scales.contiguous(), rows, kept.kernel)
+        y = quantised_products.linear(flat.contiguous(), weight, _float8.get() > 0)
         return y.view(*x.shape[:-1], rows)
-    if x.is_cpu and x.dtype is not torch.float64 and flat.shape[0] and available("products"):
-        bits = codes.shape[-3]
-        y = native.product(flat.float(), codes.contiguous(), scales.contiguous(), rows, bits, are_rounded())
-    elif x.is_cpu and x.dtype is not torch.float64 and (copy := expanded(codes, scales, rows)) is not None:
+    on_cpu, coded = x.is_cpu and x.dtype is not torch.float64, kept.product
+    if on_cpu and coded is not None and flat.shape[0] and available("products"):
+        y = native.product(flat.float(), codes.contiguous(), scales.contiguous(), rows, coded, are_rounded())
+    elif on_cpu and (copy := expanded(codes, scales, rows, kept)) is not None:
         y = F.linear(flat.float(), copy)
     else:
         wide = torch.float64 if x.dtype is torch.float64 else torch.float32
         y = torch.empty(flat.shape[0], rows, dtype=wide, device=x.device)
-        for first, block in _blocks(codes, scales, rows):
+        for first, block in _blocks(codes, scales, rows, kept):
             y[:, first : first + len(block)] = F.linear(flat.to(wide), block.to(wide))
     return y.to(x.dtype).view(*x.shape[:-1], rows)
 
 
-def _backward(dy: Tensor, x: Tensor, codes: Tensor, scales: Tensor, rows: int) -> Tensor:
+def _backward(dy: Tensor, x: Tensor, codes: Tensor, scales: Tensor, rows: int, form: str) -> Tensor:
     """Return dx = dy weight."""
     flat = dy.reshape(-1, rows)
     wide = torch.float64 if x.dtype is torch.float64 else torch.float32
     dx = torch.zeros(flat.shape[0], x.shape[-1], dtype=wide, device=x.device)
-    for first, block in _blocks(codes, scales, rows):
+    for first, block in _blocks(codes, scales, rows, FORMATS[form]):
         dx.addmm_(flat[:, first : first + len(block)].to(wide), block.to(wide))
     return dx.to(x.dtype).view_as(x)
 
 
-def _blocks(codes: Tensor, scales: Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:
+def _blocks(codes: Tensor, scales: Tensor, rows: int, form: Format) -> Iterator[tuple[int, Tensor]]:
     """Yield a first row and the rows from there on in float32, a few tiles at a time."""
-    columns = codes.shape[1] * GROUP
-    tiles = max(1, BLOCK // (TILE * columns))
+    columns = codes.shape[1] * BLOCK
+    tiles = max(1, DECODED // (TILE * columns))
     for at in range(0, codes.shape[0], tiles):
         first = at * TILE
-        yield first, decode(codes[at : at + tiles], scales[at : at + tiles], min(rows - first, tiles * TILE))
+        yield first, form.decode(codes[at : at + tiles], scales[at : at + tiles], min(rows - first, tiles * TILE))
 
 
-def _fake(x: Tensor, codes: Tensor, scales: Tensor, rows: int) -> Tensor:
+def _fake(x: Tensor, codes: Tensor, scales: Tensor, rows: int, form: str) -> Tensor:
     return x.new_empty(*x.shape[:-1], rows)
 
 
 _run = register_op(
-    "small_linear",
+    "quantised_linear",
     _forward,
     _backward,
     fake=_fake,

@@ -2,7 +2,7 @@
 
     linear.weight = nn.Parameter(quantize(linear.weight, "int8"), requires_grad=False)
 
-Products with it (F.linear), lookups (F.embedding) and an expert of many (weight[e]) read the small numbers as they are.
+Products with it (F.linear), lookups (F.embedding) and an expert of many (weight[e]) read the stored numbers.
 Any other function of torch gets the decoded values.
 """
 
@@ -13,45 +13,64 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate import checks
 from lineate.native.low_precision_matmul import wide_linear
-from lineate.quantised.format import FORMATS, GROUP, Format, TooLargeError, are_floating, check_half, encode
-from lineate.quantised.product import check_input, decoded, half_linear, looked_up, small_linear
+from lineate.quantised.format import BLOCK, Format, find_format
+from lineate.quantised.old_files import format_of_parts
+from lineate.quantised.product import check_input, decoded, half_linear, looked_up, quantised_linear
+from lineate.quantised.rounding import TooLargeError
 from lineate.torch_ops.tracing import is_eager, needs_grad
 
 
-class SmallWeight(Tensor):
+class QuantisedWeight(Tensor):
     """A weight `... rows columns` in a format of `lineate.quantised.FORMATS`.
 
     Args:
         codes: numbers of 16 bits in the weight's shape, or codes of 8 or 4 in tiles (lineate/quantised/format.py).
-        scales: in tiles, float16, or float32 for fp8; None for 16 bits.
+        scales: in tiles, in the format's dtype; None for 16 bits.
         shape: of the weight.
+        form: the format, or its name.
         dtype: that the weight has for others, which is that of products with it.
     """
 
     codes: Tensor
     scales: Tensor | None
+    format: Format
 
     @staticmethod
     def __new__(
-        cls, codes: Tensor, scales: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
-    ) -> "SmallWeight":
-        made: SmallWeight = Tensor._make_wrapper_subclass(
+        cls,
+        codes: Tensor,
+        scales: Tensor | None,
+        shape: tuple[int, ...],
+        form: str | Format,
+        dtype: torch.dtype = torch.float32,
+    ) -> "QuantisedWeight":
+        made: QuantisedWeight = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=codes.device, requires_grad=False
         )
         return made
 
     def __init__(
-        self, codes: Tensor, scales: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+        self,
+        codes: Tensor,
+        scales: Tensor | None,
+        shape: tuple[int, ...],
+        form: str | Format,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.codes, self.scales = codes, scales
+        self.codes, self.scales, self.format = codes, scales, find_format(form, "form")
+        if (scales is None) is self.format.has_codes:
+            wanted, got = ("None", "a tensor") if scales is not None else ("a tensor", "None")
+            raise ValueError(f"scales must be {wanted} for {self.format.name}, got {got}; use quantize")
 
-    @property
-    def format(self) -> Format:
-        if self.scales is None:
-            return FORMATS[str(self.codes.dtype).removeprefix("torch.")]
-        return FORMATS["fp8" if are_floating(self.scales) else "int8" if self.codes.shape[-3] == 8 else "int4"]
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"format": self.format.name}
+
+    def __setstate__(self, state: Any) -> None:
+        """Take the parts that torch.save wrote, and the format by its name."""
+        vars(self).update(state)
+        named = state.get("format")
+        self.format = format_of_parts(self.codes, self.scales) if named is None else find_format(named)
 
     @property
     def nbytes_kept(self) -> int:
@@ -62,22 +81,25 @@ class SmallWeight(Tensor):
         """Return the values, a plain tensor in the weight's dtype."""
         if self.scales is None:
             return self.codes.to(self.dtype)
-        return decoded(self.codes, self.scales, self.shape[-2], self.dtype)
+        return decoded(self.codes, self.scales, self.shape[-2], self.dtype, self.format)
 
-    def with_parts(self, run: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "SmallWeight":
+    def with_parts(self, run: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "QuantisedWeight":
         """Return the same weight with run(codes) and run(scales), such as copies on a device."""
         scales = None if self.scales is None else run(self.scales)
-        return SmallWeight(run(self.codes), scales, tuple(self.shape), dtype or self.dtype)
+        return QuantisedWeight(run(self.codes), scales, tuple(self.shape), self.format, dtype or self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"SmallWeight({self.format.name}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+        return (
+            f"QuantisedWeight({self.format.name}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+        )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["codes"] if self.scales is None else ["codes", "scales"], (tuple(self.shape), self.dtype)
+        parts = ["codes"] if self.scales is None else ["codes", "scales"]
+        return parts, (tuple(self.shape), self.format.name, self.dtype)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> "SmallWeight":
-        return SmallWeight(inner["codes"], inner.get("scales"), *meta)
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> "QuantisedWeight":
+        return QuantisedWeight(inner["codes"], inner.get("scales"), *meta)
 
     @classmethod
     def __torch_function__(
@@ -100,11 +122,11 @@ class SmallWeight(Tensor):
         if own is not None:
             return own(*args, **kwargs)
         if func._schema.is_mutable:
-            raise RuntimeError(f"a SmallWeight is frozen, and {func} would change it; decode it with .decoded() first")
+            raise RuntimeError(f"a QuantisedWeight is frozen, and {func} would change it; decode it with .decoded()")
         return func(*_decoded(args), **_decoded(kwargs))
 
 
-def quantize(x: Tensor, form: str | Format, dtype: torch.dtype | None = None) -> SmallWeight:
+def quantize(x: Tensor, form: str | Format, dtype: torch.dtype | None = None) -> QuantisedWeight:
     """Return a weight `... rows columns` in a format of fewer bits.
 
     Args:
@@ -112,28 +134,21 @@ def quantize(x: Tensor, form: str | Format, dtype: torch.dtype | None = None) ->
         form: the format or its name, "bfloat16", "float16", "int8", "int4" or "fp8".
         dtype: that the result has for others; None: that of x.
     """
-    if isinstance(form, str):
-        checks.check_choice("form", form, tuple(FORMATS))
-    form = FORMATS[form] if isinstance(form, str) else form
-    shape = tuple(x.shape)
+    form, shape = find_format(form, "form"), tuple(x.shape)
     if not form.fits(shape):
         raise ValueError(
-            f"x must have at least 2 dims and columns in multiples of {GROUP} for {form.name}, got shape {shape}; "
+            f"x must have at least 2 dims and columns in multiples of {BLOCK} for {form.name}, got shape {shape}; "
             "keep it in 16 or 32 bits"
         )
     try:
-        if form.dtype is None:
-            return SmallWeight(*encode(x, form), shape, dtype or x.dtype)
-        numbers = x.detach().to(form.dtype)
-        check_half(numbers)
-        return SmallWeight(numbers, None, shape, dtype or x.dtype)
+        return QuantisedWeight(*form.encode(x), shape, form, dtype or x.dtype)
     except TooLargeError as error:
         raise TooLargeError(f"x {error}") from None
 
 
 def _decoded(value: Any) -> Any:
-    """Replace every small weight in these arguments by its values."""
-    if isinstance(value, SmallWeight):
+    """Replace every quantised weight in these arguments by its values."""
+    if isinstance(value, QuantisedWeight):
         return value.decoded()
     if isinstance(value, tuple | list):
         return type(value)(_decoded(x) for x in value)
@@ -142,21 +157,22 @@ def _decoded(value: Any) -> Any:
     return value
 
 
-# ---- functions of torch that read the small numbers
+# ---- functions of torch that read the stored numbers
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    if not isinstance(weight, SmallWeight) or weight.dim() != 2 or isinstance(input, SmallWeight):
+    if not isinstance(weight, QuantisedWeight) or weight.dim() != 2 or isinstance(input, QuantisedWeight):
         return NotImplemented
+    shape = weight.shape[0], weight.shape[1]
     if weight.scales is None:
-        check_input(input, (weight.shape[0], weight.shape[1]), weight.codes.device)
+        check_input(input, shape, weight.codes.device)
         if needs_grad(input) or input.is_cuda:
             y = F.linear(input, weight.codes.to(input.dtype))
         else:
             rounded = half_linear(input, weight.codes)
             y = wide_linear(input, weight.codes, None, input.dtype) if rounded is None else rounded
     else:
-        y = small_linear(input, weight.codes, weight.scales, weight.shape[0])
+        y = quantised_linear(input, weight.codes, weight.scales, shape, weight.format)
     return y if bias is None else y + bias
 
 
@@ -168,14 +184,14 @@ def _embedding(
     *more: Any,
     **named: Any,
 ) -> Any:
-    if not isinstance(weight, SmallWeight) or weight.dim() != 2:
+    if not isinstance(weight, QuantisedWeight) or weight.dim() != 2:
         return NotImplemented
     if max_norm is not None:
-        raise ValueError(f"max_norm must be None for a small weight, which is frozen, got {max_norm}; decode it first")
+        raise ValueError(f"max_norm must be None for a quantised weight, which is frozen, got {max_norm}; decode it")
     if weight.scales is None:
         return F.embedding(input, weight.codes).to(weight.dtype)
     _check_ids(input, weight.shape[0])
-    return looked_up(weight.codes, weight.scales, input, weight.shape[0], weight.dtype)
+    return looked_up(weight.codes, weight.scales, input, weight.shape[0], weight.dtype, weight.format)
 
 
 def _check_ids(ids: Tensor, rows: int) -> None:
@@ -189,18 +205,18 @@ def _check_ids(ids: Tensor, rows: int) -> None:
 
 
 def _item(weight: Tensor, index: Any) -> Any:
-    if not isinstance(weight, SmallWeight) or type(index) is not int or weight.dim() != 3:
+    if not isinstance(weight, QuantisedWeight) or type(index) is not int or weight.dim() != 3:
         return NotImplemented
     scales = None if weight.scales is None else weight.scales[index]
-    return SmallWeight(weight.codes[index], scales, tuple(weight.shape[1:]), weight.dtype)
+    return QuantisedWeight(weight.codes[index], scales, tuple(weight.shape[1:]), weight.format, weight.dtype)
 
 
-def _detach(weight: SmallWeight) -> SmallWeight:
+def _detach(weight: QuantisedWeight) -> QuantisedWeight:
     """Return the same weight; through dispatch, torch would import 500 modules for its distributed tensors."""
     return weight.with_parts(Tensor.detach)
 
 
-def _share(weight: SmallWeight) -> SmallWeight:
+def _share(weight: QuantisedWeight) -> QuantisedWeight:
     """Move the numbers into memory that other processes see; the weight itself has none."""
     for part in (weight.codes, weight.scales):
         if part is not None:
@@ -210,20 +226,20 @@ def _share(weight: SmallWeight) -> SmallWeight:
 
 def _set_data(weight: Tensor, new: Tensor) -> None:
     """Take the numbers of another weight of this format and shape; torch would set nothing, and not say so."""
-    if not isinstance(weight, SmallWeight) or not isinstance(new, SmallWeight) or not _are_alike(weight, new):
+    if not isinstance(weight, QuantisedWeight) or not isinstance(new, QuantisedWeight) or not _are_alike(weight, new):
         raise RuntimeError(
-            f"the data of a SmallWeight must be those of one of its own format, {weight!r:.120}, got {_shown(new)}; "
-            "replace the parameter instead: module.weight = nn.Parameter(tensor)"
+            f"the data of a QuantisedWeight must be those of one of its own format, {weight!r:.120}, "
+            f"got {_shown(new)}; replace the parameter instead: module.weight = nn.Parameter(tensor)"
         )
     weight.codes, weight.scales = new.codes, new.scales
 
 
-def _are_alike(one: SmallWeight, other: SmallWeight) -> bool:
+def _are_alike(one: QuantisedWeight, other: QuantisedWeight) -> bool:
     return (one.format, one.shape, one.dtype) == (other.format, other.shape, other.dtype)
 
 
 def _shown(x: Tensor) -> str:
-    return f"{x!r:.120}" if isinstance(x, SmallWeight) else f"a plain tensor of shape {tuple(x.shape)}"
+    return f"{x!r:.120}" if isinstance(x, QuantisedWeight) else f"a plain tensor of shape {tuple(x.shape)}"
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -240,7 +256,9 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 # ---- ops of torch that copy or move a weight
 
 
-def _to_copy(x: SmallWeight, *, dtype: Any = None, device: Any = None, non_blocking: bool = False, **named: Any) -> Any:
+def _to_copy(
+    x: QuantisedWeight, *, dtype: Any = None, device: Any = None, non_blocking: bool = False, **named: Any
+) -> Any:
     if dtype is not None and not dtype.is_floating_point:
         return torch.ops.aten._to_copy(x.decoded(), dtype=dtype, device=device)
     return x.with_parts(lambda part: part.to(device, non_blocking=non_blocking, copy=True), dtype)
@@ -248,12 +266,12 @@ def _to_copy(x: SmallWeight, *, dtype: Any = None, device: Any = None, non_block
 
 def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """Overwrite x by a weight of the same format and shape, as load_state_dict does; a plain x by the values."""
-    if not isinstance(x, SmallWeight):
-        assert isinstance(source, SmallWeight)
+    if not isinstance(x, QuantisedWeight):
+        assert isinstance(source, QuantisedWeight)
         return x.copy_(source.decoded(), non_blocking)
-    if not isinstance(source, SmallWeight) or (source.format, source.shape) != (x.format, x.shape):
+    if not isinstance(source, QuantisedWeight) or (source.format, source.shape) != (x.format, x.shape):
         raise RuntimeError(
-            f"a SmallWeight is only overwritten by one of its own format, {x!r}, got {_shown(source)}; use quantize"
+            f"a QuantisedWeight is only overwritten by one of its own format, {x!r}, got {_shown(source)}; use quantize"
         )
     x.codes.copy_(source.codes, non_blocking)
     if x.scales is not None and source.scales is not None:
@@ -274,4 +292,6 @@ _OPS: dict[Any, Callable[..., Any]] = {
 }
 
 
-torch.serialization.add_safe_globals([SmallWeight])  # so that torch.load accepts a saved state_dict
+SmallWeight = QuantisedWeight  # what files of torch.save before 0.2.0 name, here or in lineate.small
+_NAMES = tuple((QuantisedWeight, f"lineate.{package}.weight.SmallWeight") for package in ("quantised", "small"))
+torch.serialization.add_safe_globals([QuantisedWeight, *_NAMES])  # so that torch.load accepts a saved state_dict

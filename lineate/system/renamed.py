@@ -13,6 +13,7 @@ MOVED = {
     ("", "console"): "options terminal names hints extras",
     ("", "torch_ops"): "chunk_op registrar opaque tracing precision flops zeros elementwise dtypes",
     ("", "native"): "half:low_precision_matmul",
+    ("native", "native"): "small:quantised",
     ("", "ops"): "fused:raw_gates slot_checks rounding",
     ("forms", "ops"): "softmax",
     ("", "forms"): "sequences stability",

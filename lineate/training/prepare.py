@@ -10,7 +10,7 @@ import torch
 
 from lineate.console.names import nearest
 from lineate.models import HybridConfig, HybridLM
-from lineate.models.families import read_config, small_format
+from lineate.models.families import quantised_format, read_config
 from lineate.models.files.checkpoint import Checkpoint, read_json
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.hybrid import make_mixer
@@ -304,7 +304,7 @@ def _check_model(config: TrainConfig) -> None:
         )
     stored = Checkpoint.open(start)
     found = read_config(stored)
-    if (form := small_format(stored)) is not None:
+    if (form := quantised_format(stored)) is not None:
         raise ValueError(
             f"model must have weights that can be trained, got {config.model}, whose weights are frozen in "
             f"{form.name}; train the checkpoint that it was made from"

@@ -186,7 +186,7 @@ def test_what_is_not_finite_stays_in_its_row(name: str, value: float) -> None:
 
 @pytest.mark.parametrize("name", ["gated delta rule", "Kimi", "all"])
 @pytest.mark.parametrize("form", ["bfloat16", "float16", "int8", "int4", "fp8"])
-def test_small_weights(name: str, form: str) -> None:
+def test_quantised_weights(name: str, form: str) -> None:
     model = make(name)
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding) and FORMATS[form].fits(module.weight.shape):
@@ -487,7 +487,7 @@ WRONG_SIZES = {
     "taps": lambda block: setattr(block.mixer.conv, "weight", nn.Parameter(torch.zeros(64, 4))),
     "gated norm": lambda block: setattr(block.mixer, "norm", GatedRMSNorm(16)),
     "feed-forward": lambda block: setattr(block.feed, "down_proj", nn.Linear(90, 64, bias=False)),
-    "small weight without memory": lambda block: setattr(
+    "quantised weight without memory": lambda block: setattr(
         block.feed.down_proj, "weight", nn.Parameter(quantize(torch.ones(64, 96), "int8").to("meta"), False)
     ),
 }

@@ -86,8 +86,8 @@ def steps() -> Iterator[Case]:
     for name, rows in product(("convolution", "product", "norm", "cached", "place", "mix"), (1, 3)):
         yield Case(90, "step", dict(dtype="bfloat16", name=name, rows=rows, overlap=next(overlap)))
     for form, rows in (("int8", 1), ("int4", 3), ("fp8", 20)):
-        yield Case(90, "small", dict(dtype="bfloat16", form=form, rows=rows, overlap=next(overlap)))
-        yield Case(80, "small", dict(dtype="float16", form=form, rows=2, overlap=False))
+        yield Case(90, "quantised", dict(dtype="bfloat16", form=form, rows=rows, overlap=next(overlap)))
+        yield Case(80, "quantised", dict(dtype="float16", form=form, rows=2, overlap=False))
 
 
 def layers() -> Iterator[Case]:

@@ -48,7 +48,7 @@ from lineate.models.files.checkpoint import Checkpoint, save
 from lineate.models.files.loading import stored_dtype
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.inspect import describe, rows
-from lineate.quantised.format import FORMATS, decode, to_tiles
+from lineate.quantised.format import FORMATS
 
 ENCODED = "lineate.models.files.encodings.encoded"
 
@@ -334,7 +334,7 @@ def test_codes_that_pass_on_without_loss(tmp_path, key):
         codes, scales = checkpoint.read_codes("x.weight", (first, last))
         assert (codes.dtype, scales.dtype) == (torch.uint8, kept.scales_dtype)
         assert (codes.shape, scales.shape) == ((last - first, 192), (last - first, 2 if form == "fp8" else 6))
-        assert torch.equal(decode(*to_tiles(codes, scales, kept.bits), last - first), value[first:last])
+        assert torch.equal(kept.decode(*kept.to_tiles(codes, scales), last - first), value[first:last])
     assert torch.equal(checkpoint.read_codes("x.weight")[0][7:29], codes)
 
 

@@ -19,8 +19,8 @@ from lineate.models.hybrid import empty_model
 from lineate.models.opening import open_checkpoint
 from lineate.models.quantizing import quantize_checkpoint
 from lineate.models.sampling_defaults import SamplingDefaults
-from lineate.quantised import SmallWeight
-from lineate.quantised.format import decode, to_tiles
+from lineate.quantised import QuantisedWeight
+from lineate.quantised.format import FORMATS
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers")
@@ -201,7 +201,7 @@ def test_codes_and_scales_are_passed_on(kind, form, wide, tmp_path):
             wanted = values if rows is None else values[slice(*rows)]
             assert codes.dtype == torch.uint8 and scales.dtype == torch.float16
             assert int(codes.max()) < 2**bits
-            made = decode(*to_tiles(codes, scales, bits), len(codes))
+            made = FORMATS[form].decode(*FORMATS[form].to_tiles(codes, scales), len(codes))
             assert torch.equal(made, wanted), name
     with pytest.raises(ValueError, match=r"model\.gguf: model\.norm\.weight in F32 has no codes"):
         checkpoint.read_codes("model.norm.weight")
@@ -228,7 +228,7 @@ def test_what_each_tensor_of_the_model_is_kept_as(wide, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "form", "close"), [("Q8_0", "int8", CLOSE), ("Q4_0", "int4", CLOSE), ("Q6_K", "int8", 0.02)]
 )
-def test_blocks_stay_small_in_the_model(kind, form, close, wide, tmp_path):
+def test_blocks_stay_quantised_in_the_model(kind, form, close, wide, tmp_path):
     """Q8_0 and Q4_0 stay as they are; Q6_K is rounded once more, to 8 bits."""
 
     def kinds(name: str, shape: tuple[int, ...]) -> str:
@@ -239,19 +239,19 @@ def test_blocks_stay_small_in_the_model(kind, form, close, wide, tmp_path):
     plain = HybridLM.from_pretrained(
         gguf_files.write(tmp_path / "decoded.gguf", wide, kinds, decoded=True), progress=False
     )
-    small = {name: x for name, x in model.named_parameters() if isinstance(x, SmallWeight)}
-    assert {x.format.name for x in small.values()} == {form}
+    quantised = {name: x for name, x in model.named_parameters() if isinstance(x, QuantisedWeight)}
+    assert {x.format.name for x in quantised.values()} == {form}
     assert {"embed.weight", "head.weight", "layers.0.mixer.out_proj.weight", "layers.3.mixer.in_proj.weight"} <= set(
-        small
+        quantised
     )
-    for name, x in small.items():
+    for name, x in quantised.items():
         wanted = plain.get_parameter(name)
         if form == "int8" and kind != "Q8_0":
             assert (x.decoded() - wanted).abs().max() <= wanted.abs().max() / 200
         else:
             assert torch.equal(x.decoded(), wanted), name
     ids = tokens(1, 40)
-    for name, x in small.items():
+    for name, x in quantised.items():
         owner, _, key = name.rpartition(".")
         model.get_submodule(owner).register_parameter(key, torch.nn.Parameter(x.decoded()))
     torch.testing.assert_close(model(ids).logits, plain(ids).logits, atol=close, rtol=0)

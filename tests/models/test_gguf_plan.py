@@ -14,14 +14,14 @@ from lineate.models.inspect import describe, rows
 from lineate.planning.compute import touched_weights
 from lineate.planning.memory import plan_memory
 from lineate.planning.models import read_model, variants
-from lineate.quantised import BY_BITS, SmallWeight, shrink
+from lineate.quantised import BY_BITS, QuantisedWeight, shrink
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
 pytest.importorskip("typer")
 import gguf_files  # noqa: E402
-from small_weights import WIDE  # noqa: E402
+from quantised_weights import WIDE  # noqa: E402
 from typer.testing import CliRunner, Result  # noqa: E402
 
 from lineate.cli import build_app  # noqa: E402
@@ -35,7 +35,7 @@ def lineate(*words: object) -> Result:
 
 def kept_bytes(model: HybridLM) -> int:
     """Return the bytes that a model really has."""
-    return sum(x.nbytes_kept if isinstance(x, SmallWeight) else x.nbytes for x in model.state_dict().values())
+    return sum(x.nbytes_kept if isinstance(x, QuantisedWeight) else x.nbytes for x in model.state_dict().values())
 
 
 def one_kind(kind: str):
@@ -76,7 +76,7 @@ def test_planned_bytes_are_those_of_the_loaded_model(name, kinds, folders, tmp_p
         assert plan_memory(planned).weights == kept_bytes(model)
         found = describe(source)
         assert found.problem is None and found.loaded_bytes == kept_bytes(model)
-    formats = {x.format.name for x in model.parameters() if isinstance(x, SmallWeight)}
+    formats = {x.format.name for x in model.parameters() if isinstance(x, QuantisedWeight)}
     assert set(found.stored_formats) == formats and set((planned.weights_text or "").split(" and ")) - {""} == formats
     for dtype in ("bfloat16", "float32"):
         loaded = HybridLM.from_pretrained(file, progress=False, dtype=dtype)
@@ -151,7 +151,7 @@ def test_files_that_cannot_be_loaded_are_not_planned(folders, tmp_path):
 
 @torch.no_grad()
 def test_inspect_of_a_folder_says_what_it_takes(tmp_path):
-    from small_weights import realistic, sizes
+    from quantised_weights import realistic, sizes
 
     model = realistic(sizes("GA")).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
@@ -162,7 +162,7 @@ def test_inspect_of_a_folder_says_what_it_takes(tmp_path):
 
 @pytest.mark.parametrize("dtype", [[], {}, 5, None, "int3"])
 def test_a_dtype_that_is_no_word_is_planned_as_it_is_loaded(dtype, tmp_path):
-    from small_weights import realistic, sizes
+    from quantised_weights import realistic, sizes
 
     shrink(realistic(sizes("GA")), "int8").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -17,7 +17,7 @@ from lineate.generation import generate
 from lineate.models import HybridLM
 from lineate.models.sharding import model_ranges, sum_shared_gradients
 from lineate.parallel.tensor.ranks import Ranks
-from lineate.quantised import FORMATS, SmallWeight
+from lineate.quantised import FORMATS, QuantisedWeight
 
 CHANGES: dict[str, dict[str, Any]] = {
     "kimi_linear": {"num_attention_heads": 4, "num_key_value_heads": 4},
@@ -90,8 +90,8 @@ def test_of_every_layout(
 
 @pytest.mark.parametrize("bits", ["int8", "int4", "bfloat16", "fp8"])
 @pytest.mark.parametrize("stored", [False, True], ids=["rounded while loading", "stored"])
-def test_small_weights(tmp_path: Path, bits: str, stored: bool) -> None:
-    """A rank's small weights decode to slices of the whole model's; columns are whole groups."""
+def test_quantised_weights(tmp_path: Path, bits: str, stored: bool) -> None:
+    """A rank's quantised weights decode to slices of the whole model's; columns are whole groups."""
     group = FORMATS[bits].group
     sizes = {"hidden_size": 2 * group, "head_dim": group}
     linear = {"linear_key_head_dim": group, "linear_value_head_dim": group, "linear_num_value_heads": 4}
@@ -100,18 +100,18 @@ def test_small_weights(tmp_path: Path, bits: str, stored: bool) -> None:
     whole = HybridLM.from_pretrained(tmp_path / "plain", progress=False, weights=bits)
     folder, options = tmp_path / "plain", {"weights": bits}
     if stored:
-        whole.save_pretrained(tmp_path / "small")
-        folder, options = tmp_path / "small", {}
+        whole.save_pretrained(tmp_path / "quantised")
+        folder, options = tmp_path / "quantised", {}
     for rank in range(2):
         share = HybridLM.from_pretrained(folder, progress=False, ranks=Place(rank, 2), **options)
-        ranges, found, small = model_ranges(whole, rank, 2), share.state_dict(), 0
+        ranges, found, quantised = model_ranges(whole, rank, 2), share.state_dict(), 0
         for name, x in whole.state_dict().items():
-            decoded = x.decoded() if isinstance(x, SmallWeight) else x
-            own = found[name].decoded() if isinstance(found[name], SmallWeight) else found[name]
-            small += isinstance(found[name], SmallWeight)
+            decoded = x.decoded() if isinstance(x, QuantisedWeight) else x
+            own = found[name].decoded() if isinstance(found[name], QuantisedWeight) else found[name]
+            quantised += isinstance(found[name], QuantisedWeight)
             wanted = ranges[name].of(decoded) if name in ranges else decoded
             assert torch.equal(own.float(), wanted.float()), name
-        assert small > 10
+        assert quantised > 10
 
 
 # on ranks

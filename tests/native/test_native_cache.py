@@ -49,8 +49,8 @@ def folder():
 @pytest.fixture
 def compiler(folder: Path) -> Path:
     """Return a compiler that compiles one small file, whatever it is given."""
-    (folder / "small.c").write_text("int lineate_answer(void) { return 42; }\n")
-    return script(folder / "compiler", f'{COMPILER} -shared -fPIC {folder}/small.c -o "$out"')
+    (folder / "quantised.c").write_text("int lineate_answer(void) { return 42; }\n")
+    return script(folder / "compiler", f'{COMPILER} -shared -fPIC {folder}/quantised.c -o "$out"')
 
 
 def script(file: Path, command: str) -> Path:
@@ -125,7 +125,7 @@ def test_unlike_compilers_leave_one_library(compiler, folder):
     """A damaged library that would not be overwritten is removed, as the compiler never makes the same file twice."""
     library = filled(compiler, folder / "cache")
     library.write_bytes(library.read_bytes()[:100])
-    (folder / "small.c").write_text("int lineate_answer(void) { return 43; }\n")
+    (folder / "quantised.c").write_text("int lineate_answer(void) { return 43; }\n")
     assert begin(compiler, library.parent).stdout == "None\n"
     assert [x.name == library.name for x in library.parent.iterdir()] == [False]
     assert_served_again(compiler, library.parent)

@@ -35,7 +35,7 @@ from lineate.native import build
 @pytest.fixture
 def noting(tmp_path: Path) -> Path:
     """Return a compiler that makes the same library of anything, and notes its arguments."""
-    (tmp_path / "small.c").write_text("int lineate_answer(void) { return 42; }\n")
+    (tmp_path / "quantised.c").write_text("int lineate_answer(void) { return 42; }\n")
     file = tmp_path / "compiler"
     file.write_text(
         "#!/bin/sh\n"
@@ -43,7 +43,7 @@ def noting(tmp_path: Path) -> Path:
         f'echo "$@" >> {tmp_path}/log\n'
         'case " $* " in *" -c "*) exit 0;; esac\n'
         'while [ "$1" != -o ]; do shift; done\n'
-        f'{CC} -shared -fPIC {tmp_path}/small.c -o "$2"\n'
+        f'{CC} -shared -fPIC {tmp_path}/quantised.c -o "$2"\n'
     )
     file.chmod(0o755)
     return file

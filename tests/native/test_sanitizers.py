@@ -93,8 +93,8 @@ def check_products() -> None:
 
 
 @torch.no_grad()
-def check_small_weights() -> None:
-    """Multiply rows by small weights, with rounded rows too, of sizes that fill no tile."""
+def check_quantised_weights() -> None:
+    """Multiply rows by quantised weights, with rounded rows too, of sizes that fill no tile."""
     for rows, (out, size), form in product(
         (1, 3, 4, 9, 17), ((1, 32), (33, 64), (66, 1056)), ("float16", "int8", "int4")
     ):
@@ -126,7 +126,7 @@ if __name__ == "__main__":
         check_rules()
         check_layers()
         check_products()
-        check_small_weights()
+        check_quantised_weights()
         check_choices()
     assert layers.serves(torch.zeros(1))  # torch does not run in its place
     print("no report")

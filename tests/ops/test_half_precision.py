@@ -64,7 +64,7 @@ def without(monkeypatch):
 
 @pytest.fixture
 def in_blocks(without, monkeypatch):
-    """Simulate the same, with products in blocks also under a mode that records calls and for small weights."""
+    """Simulate the same, with products in blocks also under a mode that records calls and for quantised weights."""
     monkeypatch.setattr(half, "is_eager", lambda *tensors: True)
     monkeypatch.setattr(half, "BLOCK", 64)
     monkeypatch.setattr(native, "MOST_ROWS", 2)

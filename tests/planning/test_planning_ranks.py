@@ -47,7 +47,7 @@ from lineate.planning import (
     training_received,
     variants,
 )
-from lineate.quantised.which import small_parameters
+from lineate.quantised.which import quantised_parameters
 from lineate.training.context import context_parallel
 from lineate.training.optim import make_optimizer
 
@@ -238,13 +238,13 @@ def small_rank(folder: str) -> dict[str, int]:
     }
     found = {}
     for form, model in made.items():
-        small = small_parameters(model)
+        small = quantised_parameters(model)
         plain = sum(x.nbytes for name, x in model.state_dict().items() if name not in small)
         found[form] = plain + sum(x.nbytes_kept for x in small.values())
     return found
 
 
-def test_bytes_of_small_weights_are_those_allocated(tmp_path: Path) -> None:
+def test_bytes_of_quantised_weights_are_those_allocated(tmp_path: Path) -> None:
     HybridLM(SMALL).save_pretrained(tmp_path)
     for got in run_ranks(RANKS, small_rank, str(tmp_path)):
         for form, nbytes in got.items():

@@ -17,6 +17,7 @@ from lineate import layers
 from lineate.layers import registry
 from lineate.memory import run_reference
 from lineate.models import HybridLM, preset
+from lineate.quantised.format import temporary_formats
 from lineate.rule import normalize, read
 from lineate.tasks.model import ModelOptions, make_config
 
@@ -49,7 +50,7 @@ def _pairs():
         ("README.md", 1, dict),  # the second reads a checkpoint from the hub
         ("docs/from-fla.md", None, dict),
         ("docs/generate.md", None, dict),
-        ("docs/small-weights.md", None, dict),
+        ("docs/quantised-weights.md", None, dict),
         ("docs/serving.md", None, dict),
         ("docs/exact-cache.md", None, dict),
         ("docs/models.md", 2, _mixer_inputs),  # the third changes transformers
@@ -143,7 +144,7 @@ def check_unit_descent(names: dict[str, Any]) -> None:
 @pytest.fixture
 def unregistered():
     """Other tests must not see the rows of these programs."""
-    with registry.temporary_rows():
+    with registry.temporary_rows(), temporary_formats():
         yield
 
 

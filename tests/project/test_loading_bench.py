@@ -9,7 +9,7 @@ import torch
 from bench.models import loading
 from lineate.models import HybridLM
 from lineate.models.families.gguf import open_gguf
-from lineate.quantised import SmallWeight
+from lineate.quantised import QuantisedWeight
 
 SIZES = loading.Sizes(hidden=128, layers=4)
 
@@ -25,11 +25,11 @@ def files(tmp_path_factory):
 def test_both_files_have_the_same_numbers(files):
     coded = HybridLM.from_pretrained(files / "q8_0.gguf", progress=False)
     plain = HybridLM.from_pretrained(files / "bfloat16", progress=False)
-    assert plain.dtype == torch.bfloat16 and isinstance(coded.embed.weight, SmallWeight)
+    assert plain.dtype == torch.bfloat16 and isinstance(coded.embed.weight, QuantisedWeight)
     assert sum(x.numel() for x in plain.parameters()) == SIZES.parameters
     others = dict(plain.named_parameters())
     for name, x in coded.named_parameters():
-        values = x.decoded() if isinstance(x, SmallWeight) else x
+        values = x.decoded() if isinstance(x, QuantisedWeight) else x
         # alpha and beta are rounded to 8 bits beside the codes of q, k, v and z
         torch.testing.assert_close(others[name].float(), values.float(), atol=1e-4, rtol=2**-8)
     assert coded(torch.arange(9)[None]).logits.isfinite().all()
@@ -44,7 +44,7 @@ def test_sizes(gigabytes):
 def test_what_is_measured(files, tmp_path, monkeypatch, capsys):
     found = loading.measure(str(files / "q8_0.gguf"), None)
     model = HybridLM.from_pretrained(files / "q8_0.gguf", progress=False)
-    kept = sum(x.nbytes_kept if isinstance(x, SmallWeight) else x.nbytes for x in model.parameters())
+    kept = sum(x.nbytes_kept if isinstance(x, QuantisedWeight) else x.nbytes for x in model.parameters())
     assert found["planned_bytes"] == kept and found["peak_bytes"] - kept == found["above_bytes"]
     assert found["largest_bytes"] == SIZES.vocab * SIZES.hidden // 32 * 34 < found["file_bytes"]
     monkeypatch.setattr(loading, "in_fresh_process", lambda command, environment: found)

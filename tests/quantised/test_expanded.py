@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.quantised import expanded, quantize
-from lineate.quantised.format import decode
+from lineate.quantised.format import Format
 
 FORMS = ("int8", "int4", "fp8")
 
@@ -16,31 +16,31 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Run without the C code; return the rows of each weight that is decoded to be kept."""
     made: list[int] = []
 
-    def noted(codes: Tensor, scales: Tensor, rows: int) -> Tensor:
+    def noted(codes: Tensor, scales: Tensor, rows: int, form: Format) -> Tensor:
         made.append(rows)
-        return decode(codes, scales, rows)
+        return form.decode(codes, scales, rows)
 
     monkeypatch.setattr("lineate.quantised.product.available", lambda *subjects: False)
-    monkeypatch.setattr(expanded, "decode", noted)
+    monkeypatch.setattr(expanded, "copied", noted)
     monkeypatch.setattr(expanded, "fits", lambda nbytes: True)
     return made
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_weight_is_decoded_once(form: str, decoded: list[int]) -> None:
-    small, x = quantize(torch.randn(40, 64), form), torch.randn(3, 64)
+    quantised, x = quantize(torch.randn(40, 64), form), torch.randn(3, 64)
     for rows in (x, x[:1], x.bfloat16()):
-        wanted = F.linear(rows.float(), small.decoded()).to(rows.dtype)
-        assert torch.equal(F.linear(rows, small), wanted)
+        wanted = F.linear(rows.float(), quantised.decoded()).to(rows.dtype)
+        assert torch.equal(F.linear(rows, quantised), wanted)
     assert decoded == [40]
 
 
 def test_a_copy_ends_with_its_weight(decoded: list[int]) -> None:
     before = expanded.kept_bytes()
-    small = quantize(torch.randn(40, 64), "int4")
-    F.linear(torch.randn(1, 64), small)
+    quantised = quantize(torch.randn(40, 64), "int4")
+    F.linear(torch.randn(1, 64), quantised)
     assert expanded.kept_bytes() - before == 4 * 40 * 64
-    del small
+    del quantised
     assert expanded.kept_bytes() == before
 
 
@@ -53,34 +53,34 @@ def test_experts_are_kept_too(decoded: list[int]) -> None:
 
 
 def test_codes_that_are_written_are_decoded_again(decoded: list[int]) -> None:
-    small, other = (quantize(torch.randn(32, 64), "int4") for _ in range(2))
+    quantised, other = (quantize(torch.randn(32, 64), "int4") for _ in range(2))
     x = torch.randn(2, 64)
-    F.linear(x, small)
-    assert small.scales is not None and other.scales is not None
-    small.codes.copy_(other.codes)
-    small.scales[:].copy_(other.scales)
-    assert torch.equal(F.linear(x, small), F.linear(x, other.decoded())) and decoded == [32, 32]
+    F.linear(x, quantised)
+    assert quantised.scales is not None and other.scales is not None
+    quantised.codes.copy_(other.codes)
+    quantised.scales[:].copy_(other.scales)
+    assert torch.equal(F.linear(x, quantised), F.linear(x, other.decoded())) and decoded == [32, 32]
 
 
 def test_without_memory_blocks_are_decoded(decoded: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr("lineate.quantised.product.available", lambda *subjects: False)
-    small, x = quantize(torch.randn(40, 64), "int4"), torch.randn(2, 64)
+    quantised, x = quantize(torch.randn(40, 64), "int4"), torch.randn(2, 64)
     before = expanded.kept_bytes()
     for total, available in ((1 << 30, 1 << 20), (1 << 30, 1 << 28)):  # a quarter of all is left, but not beside it
         monkeypatch.setattr(expanded, "machine_memory", lambda found=(total, available): found)
-        torch.testing.assert_close(F.linear(x, small), F.linear(x, small.decoded()))
+        torch.testing.assert_close(F.linear(x, quantised), F.linear(x, quantised.decoded()))
         assert expanded.kept_bytes() == before
     monkeypatch.setattr(expanded, "machine_memory", lambda: (1 << 30, (1 << 28) + 4 * 40 * 64))
     monkeypatch.setattr(expanded, "group_memory", lambda: None)
-    F.linear(x, small)
+    F.linear(x, quantised)
     assert expanded.kept_bytes() - before == 4 * 40 * 64
 
 
 def test_weights_of_inference_mode_are_not_kept(decoded: list[int]) -> None:
     with torch.inference_mode():
-        small, x = quantize(torch.randn(40, 64), "int4"), torch.randn(2, 64)
-        torch.testing.assert_close(F.linear(x, small), F.linear(x, small.decoded()))
+        quantised, x = quantize(torch.randn(40, 64), "int4"), torch.randn(2, 64)
+        torch.testing.assert_close(F.linear(x, quantised), F.linear(x, quantised.decoded()))
     assert not decoded
 
 

@@ -1,4 +1,4 @@
-"""Rows that are rounded further before they are multiplied by small weights on a CPU (rounded_activations)."""
+"""Rows that are rounded further before they are multiplied by quantised weights on a CPU (rounded_activations)."""
 
 import copy
 import threading

@@ -1,18 +1,18 @@
-"""Which weights become small, and making those of a model small in place."""
+"""Which weights become quantised, and making those of a model quantised in place."""
 
 import copy
 from dataclasses import replace
 
 import pytest
 import torch
-from small_weights import EXPERTS, realistic, sizes, tokens
+from quantised_weights import EXPERTS, realistic, sizes, tokens
 from torch import nn
 
 from lineate.models import HybridLM
 from lineate.models.config import HybridConfig
 from lineate.models.hybrid import empty_model
-from lineate.quantised import FORMATS, SmallWeight, quantize, shrink, small_formats
-from lineate.quantised.which import format_of, name_of_bits, small_parameters
+from lineate.quantised import FORMATS, QuantisedWeight, quantised_formats, quantize, shrink
+from lineate.quantised.which import format_of, name_of_bits, quantised_parameters
 
 ALL = tuple(FORMATS)
 
@@ -25,23 +25,23 @@ def everything() -> HybridConfig:
 
 def test_the_list() -> None:
     model = empty_model(everything())
-    small = set(small_formats(model, "int8"))
-    stay = {name for name, x in model.named_parameters() if name not in small and x.dim() >= 2}
+    quantised = set(quantised_formats(model, "int8"))
+    stay = {name for name, x in model.named_parameters() if name not in quantised and x.dim() >= 2}
     assert {
         "embed.weight",
         "head.weight",
         "prediction.in_proj.weight",
         "prediction.block.mixer.in_proj.weight",
-    } <= small
-    ends = {name.rpartition("mixer.")[2] for name in small if ".mixer." in name}
+    } <= quantised
+    ends = {name.rpartition("mixer.")[2] for name in quantised if ".mixer." in name}
     assert ends == {"in_proj.weight", "out_proj.weight"}
-    ends = {name.rpartition("feed.")[2] for name in small if ".feed." in name}
+    ends = {name.rpartition("feed.")[2] for name in quantised if ".feed." in name}
     dense = {"gate_up_proj.weight", "down_proj.weight"}
     assert ends == {*dense, *(f"shared.{name}" for name in dense), "experts_gate_up", "experts_down"}
     ends = {name.removesuffix(".weight").rpartition(".")[2] for name in stay}
     assert {"conv", "router", "shared_gate", "decay_proj", "gate_proj", "up_proj", "dt_bias"} <= ends
     assert not ends & {"in_proj", "out_proj", "embed", "head", "gate_up_proj", "down_proj"}
-    ungated = small_formats(
+    ungated = quantised_formats(
         {"layers.0.feed.up_proj.weight": (64, 32), "layers.1.mixer.up_proj.weight": (64, 32)}, "int4"
     )
     assert ungated.keys() == {"layers.0.feed.up_proj.weight"}
@@ -49,8 +49,8 @@ def test_the_list() -> None:
 
 def test_columns_that_are_no_multiple_of_32_stay_unless_a_number_has_16_bits() -> None:
     shapes = {"embed.weight": (10, 48), "head.weight": (10, 64), "layers.0.feed.experts_down": (2, 8, 40)}
-    assert small_formats(shapes, "int8").keys() == {"head.weight"}
-    assert small_formats(shapes, "float16").keys() == shapes.keys()
+    assert quantised_formats(shapes, "int8").keys() == {"head.weight"}
+    assert quantised_formats(shapes, "float16").keys() == shapes.keys()
 
 
 @pytest.mark.parametrize("form", ALL)
@@ -59,18 +59,18 @@ def test_shrinking_in_place(form: str) -> None:
     weights = {name: x.detach().clone() for name, x in model.named_parameters()}
     assert shrink(model, form) is model
     assert format_of(model) == FORMATS[form]
-    small = small_parameters(model)
-    assert small.keys() == small_formats(model, form).keys()
+    quantised = quantised_parameters(model)
+    assert quantised.keys() == quantised_formats(model, form).keys()
     for name, x in model.named_parameters():
-        if name not in small:
+        if name not in quantised:
             assert torch.equal(x, weights[name]) and x.requires_grad
             continue
         wanted = quantize(weights[name], form)
-        assert isinstance(x, SmallWeight) and not x.requires_grad and torch.equal(x.codes, wanted.codes)
+        assert isinstance(x, QuantisedWeight) and not x.requires_grad and torch.equal(x.codes, wanted.codes)
         assert (x.scales is None) == (wanted.scales is None)
         assert x.scales is None or torch.equal(x.scales, wanted.scales)
-    before = small["embed.weight"].codes
-    shrink(model, form)  # what is small already stays
+    before = quantised["embed.weight"].codes
+    shrink(model, form)  # what is in this format already stays
     assert model.embed.weight.codes is before or torch.equal(model.embed.weight.codes, before)
 
 
@@ -79,7 +79,7 @@ def test_blocks_of_rows_give_the_same_codes(monkeypatch: pytest.MonkeyPatch) -> 
     model = realistic(sizes("G", experts=EXPERTS))
     weights = {name: x.detach().clone() for name, x in model.named_parameters()}
     shrink(model, "int4")
-    for name, x in small_parameters(model).items():
+    for name, x in quantised_parameters(model).items():
         assert torch.equal(x.codes, quantize(weights[name], "int4").codes), name
 
 
@@ -94,7 +94,7 @@ def test_a_model_has_one_format() -> None:
     with pytest.raises(ValueError, match=r"one format: layers\.0\.mixer\.in_proj\.weight must be int8, got int4"):
         format_of(mixed)
     mixed.layers[0].mixer.in_proj.weight = nn.Parameter(torch.zeros(mixed.layers[0].mixer.in_proj.weight.shape))
-    with pytest.raises(ValueError, match=r"in_proj\.weight must be int8, got not small"):
+    with pytest.raises(ValueError, match=r"in_proj\.weight must be int8, got not quantised"):
         format_of(mixed)
     with torch.no_grad():
         wanted = shrink(copy.deepcopy(model), "int8")(tokens(1, 9)).logits
@@ -119,9 +119,9 @@ def test_a_model_of_several_formats_gets_one() -> None:
 
 def test_what_no_format_of_codes_fits_becomes_plain() -> None:
     model = shrink(realistic(sizes("G", hidden_size=80)), "bfloat16")
-    assert isinstance(model.embed.weight, SmallWeight)  # 80 columns: no multiple of 32
+    assert isinstance(model.embed.weight, QuantisedWeight)  # 80 columns: no multiple of 32
     shrink(model, "int8")
-    assert not isinstance(model.embed.weight, SmallWeight) and format_of(model) == FORMATS["int8"]
+    assert not isinstance(model.embed.weight, QuantisedWeight) and format_of(model) == FORMATS["int8"]
 
 
 def test_names_that_are_not_known() -> None:

@@ -18,7 +18,7 @@ from lineate.models import (
     MemoryConfig,
 )
 from lineate.native.build import available
-from lineate.quantised.which import shrink, small_parameters
+from lineate.quantised.which import quantised_parameters, shrink
 from lineate.serving.engine.pool import Pool
 from lineate.system import processor
 
@@ -83,7 +83,7 @@ def test_each_row_decodes_as_if_it_were_alone(case, how, monkeypatch):
     lm = random_model(CASES[case])
     if weights.startswith("int"):
         shrink(lm, weights)
-        assert small_parameters(lm)
+        assert quantised_parameters(lm)
     else:
         lm = lm.to(getattr(torch, weights))
     states = [lm(torch.tensor([prompt(40 + 17 * row, seed=row)])).state for row in range(MOST)]

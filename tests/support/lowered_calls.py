@@ -14,7 +14,7 @@ from torch import Tensor
 import lineate
 from lineate.call import Inputs
 from lineate.kernels import launching, pipeline
-from lineate.kernels.layers import cached, ops, products, small_products, token
+from lineate.kernels.layers import cached, ops, products, quantised_products, token
 from lineate.kernels.memories.lact_features import features
 from lineate.memory.lact import lact, lact_state
 from lineate.memory.titans.op import titans, titans_state
@@ -224,31 +224,33 @@ def step(name: str, dtype: str, rows: int, overlap: bool) -> None:
                 token.norm_groups(found, z, over, groups=2, eps=1e-6, gate_first=silu)
 
 
-def small(form: str, dtype: str, rows: int, overlap: bool) -> None:
+def quantised(form: str, dtype: str, rows: int, overlap: bool) -> None:
     """Run all products with a weight of few bits."""
     n, k, experts = 512, 1024, 4
 
     def codes(*first: int) -> Any:
-        shapes = FORMATS[form].shapes((*first, n, k))
-        of = FORMATS[form].codes_dtype, FORMATS[form].scales_dtype
-        return small_products.Codes(*(empty(*s, dtype=d) for s, d in zip(shapes, of, strict=True)), n)
+        kept = FORMATS[form]
+        shapes, of = kept.shapes((*first, n, k)), (kept.codes_dtype, kept.scales_dtype)
+        return quantised_products.Codes(*(empty(*s, dtype=d) for s, d in zip(shapes, of, strict=True)), n, kept.kernel)
 
     x, weight = empty(rows, k, dtype=dtype), codes()
-    norm = (empty(k, dtype=dtype), 1e-6, True) if small_products.takes_norm(x) else None
+    norm = (empty(k, dtype=dtype), 1e-6, True) if quantised_products.takes_norm(x) else None
     convolution = empty(256, 4, dtype=dtype), empty(rows, 256, 3, dtype=dtype)
     with launching.overlapping() if overlap else nullcontext():
-        if small_products.serves(x, weight):
-            small_products.multiply(x, weight, empty(n, dtype=dtype), norm=norm, residual=empty(rows, n, dtype=dtype))
-            small_products.multiply(x, weight, convolution=convolution)
-            small_products.multiply(x, weight, gated=True)
-            small_products.multiply(x, weight, parts=small_products.parts_of(x, weight))
+        if quantised_products.serves(x, weight):
+            quantised_products.multiply(
+                x, weight, empty(n, dtype=dtype), norm=norm, residual=empty(rows, n, dtype=dtype)
+            )
+            quantised_products.multiply(x, weight, convolution=convolution)
+            quantised_products.multiply(x, weight, gated=True)
+            quantised_products.multiply(x, weight, parts=quantised_products.parts_of(x, weight))
             chosen = empty(2 * rows, dtype="int64")
-            small_products.multiply_experts(x, codes(experts), chosen, every=2, gated=True)
-        small_products.decoded(weight, x.dtype)
-        small_products.decoded(codes(experts), x.dtype)
-        small_products.decoded_rows(weight, empty(3, 5, dtype="int64"), x.dtype)
+            quantised_products.multiply_experts(x, codes(experts), chosen, every=2, gated=True)
+        quantised_products.decoded(weight, x.dtype)
+        quantised_products.decoded(codes(experts), x.dtype)
+        quantised_products.decoded_rows(weight, empty(3, 5, dtype="int64"), x.dtype)
         if form == "fp8" and launching.is_hopper(x.device):  # the others have no such numbers
-            small_products.round_rows(x)
+            quantised_products.round_rows(x)
 
 
 def memory(name: str, backward: bool, d: int) -> None:
@@ -291,4 +293,4 @@ def broken() -> None:
     launching.start(move_pointer, (1,))(None, GIVEN=False)
 
 
-CALLS = {f.__name__: f for f in (rule, ahead, decode, layer, step, small, memory, broken)}
+CALLS = {f.__name__: f for f in (rule, ahead, decode, layer, step, quantised, memory, broken)}

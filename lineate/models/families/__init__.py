@@ -110,19 +110,19 @@ def read_config(checkpoint: Checkpoint) -> HybridConfig:
     return config
 
 
-def small_format(checkpoint: Checkpoint) -> Format | None:
-    """Return the format of a checkpoint of ours that was saved with small weights; None for all others."""
+def quantised_format(checkpoint: Checkpoint) -> Format | None:
+    """Return the format of a checkpoint of ours that was saved with quantised weights; None for all others."""
     return written_format(checkpoint.config) if _model_type(checkpoint) == OWN else None
 
 
 def written_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype that config.json names for a model with small weights: that of all its other tensors."""
+    """Return the dtype that config.json names for a model with quantised weights: that of all its other tensors."""
     return FLOATING.get(str(checkpoint.config.get("dtype")), torch.float32)
 
 
 def present(checkpoint: Checkpoint, model: nn.Module) -> Checkpoint:
     """Return a checkpoint that has a weight wherever ours has codes and scales; raise if these do not fit the model."""
-    if small_format(checkpoint) is None:
+    if quantised_format(checkpoint) is None:
         return checkpoint
     shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
     return present_tiles(checkpoint, shapes, written_dtype(checkpoint))

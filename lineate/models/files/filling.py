@@ -1,6 +1,6 @@
-"""Fills one tensor, plain or small, from pieces of a checkpoint.
+"""Fills one tensor, plain or quantised, from pieces of a checkpoint.
 
-A weight that becomes small is read, rounded and released a few rows at a time, or a matrix at a time if its pieces need
+A weight that is quantised is read, rounded and released a few rows at a time, or a matrix at a time if its pieces need
 that; no more than one matrix is in memory beside what stays.
 """
 
@@ -16,16 +16,17 @@ from torch import Tensor
 from lineate.models.files.checkpoint import Checkpoint
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.files.tiled import TiledCheckpoint
-from lineate.quantised.format import TILE, Format, TooLargeError, check_half, round_to_codes
-from lineate.quantised.weight import SmallWeight
-from lineate.quantised.which import BLOCK, empty_small, expert_views, fill_small, write_codes
+from lineate.quantised.format import TILE, Format
+from lineate.quantised.rounding import TooLargeError, check_half
+from lineate.quantised.weight import QuantisedWeight
+from lineate.quantised.which import BLOCK, empty_quantised, expert_views, fill_quantised, write_codes
 
 KEPT_FLOAT32 = {"A_log", "dt_bias", "router_bias"}
 """Gate and router parameters whose rounding would be exponentiated or would change a choice."""
 OWN_PAGES = 2**18
 """A tensor of at least this many bytes gets memory pages of its own."""
 AT_ONCE = 2**22
-"""Elements of a weight that are read at a time, if it becomes small and its rows can be read apart."""
+"""Elements of a weight that are read at a time, if it is quantised and its rows can be read apart."""
 
 
 @dataclass(frozen=True)
@@ -83,18 +84,18 @@ class Narrow:
 def allocate(
     name: str, like: Tensor, dtype: torch.dtype, device: torch.device | str, form: Format | None = None
 ) -> Tensor:
-    """Return an empty tensor for a model's parameter or buffer: plain, or small in this format.
+    """Return an empty tensor for a model's parameter or buffer: plain, or quantised in this format.
 
     Args:
         name: of the parameter or buffer.
         like: a tensor of its shape, on the meta device.
         dtype: of floating tensors, except those that stay float32.
         device: where it is made.
-        form: the format of a weight that becomes small.
+        form: the format of a weight that is quantised.
     """
     if form is None:
         return _empty(like.shape, dtype=dtype_of(name, like, dtype), device=torch.device(device))
-    return empty_small(tuple(like.shape), form, dtype, torch.device(device), _empty)
+    return empty_quantised(tuple(like.shape), form, dtype, torch.device(device), _empty)
 
 
 def dtype_of(name: str, like: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -130,7 +131,7 @@ def box_of(into: tuple[int | slice, ...], shape: tuple[int, ...]) -> list[tuple[
 def fill(
     checkpoint: Checkpoint, pieces: Sequence[Piece], made: Tensor, advance: Callable[[int], None] = lambda nbytes: None
 ) -> None:
-    """Fill a tensor with pieces of a checkpoint; a small weight needs all its pieces at once.
+    """Fill a tensor with pieces of a checkpoint; a quantised weight needs all its pieces at once.
 
     Args:
         checkpoint: where they are read.
@@ -138,14 +139,14 @@ def fill(
         made: what `allocate` returned.
         advance: called with the number of bytes that were read.
     """
-    if isinstance(made, SmallWeight) and made.scales is not None:
-        _fill_small(checkpoint, pieces, made, advance)
+    if isinstance(made, QuantisedWeight) and made.format.has_codes:
+        _fill_quantised(checkpoint, pieces, made, advance)
         return
     for piece in pieces:
-        part = made.codes if isinstance(made, SmallWeight) else made
+        part = made.codes if isinstance(made, QuantisedWeight) else made
         part = part[piece.into] if piece.into else part
         _read(checkpoint, piece, part)
-        if isinstance(made, SmallWeight):
+        if isinstance(made, QuantisedWeight):
             with _named(checkpoint, [piece]):
                 check_half(part)
         advance(part.numel() * checkpoint.entries[piece.source].dtype.itemsize)
@@ -163,23 +164,23 @@ def _read(checkpoint: Checkpoint, piece: Piece, part: Tensor) -> None:
     part.copy_(piece.take(block).reshape(part.shape))
 
 
-def _fill_small(
-    checkpoint: Checkpoint, pieces: Sequence[Piece], small: SmallWeight, advance: Callable[[int], None]
+def _fill_quantised(
+    checkpoint: Checkpoint, pieces: Sequence[Piece], weight: QuantisedWeight, advance: Callable[[int], None]
 ) -> None:
-    """Fill a weight of 8 or 4 bits; codes that are stored in its format are taken as they are."""
-    shape, source = tuple(small.shape), checkpoint.entries[pieces[0].source]
+    """Fill a weight in codes; those that are stored in its format are taken as they are."""
+    shape, source = tuple(weight.shape), checkpoint.entries[pieces[0].source]
     as_stored = len(pieces) == 1 and pieces[0].rows is None and pieces[0].take is None and source.shape == shape
-    tiled = isinstance(checkpoint, TiledCheckpoint) and checkpoint.kept_as(pieces[0].source) == small.format.name
+    tiled = isinstance(checkpoint, TiledCheckpoint) and checkpoint.kept_as(pieces[0].source) == weight.format.name
     if as_stored and tiled:
         assert isinstance(checkpoint, TiledCheckpoint)
-        checkpoint.read_tiles(pieces[0].source, small)
+        checkpoint.read_tiles(pieces[0].source, weight)
         advance(source.nbytes)
         return
-    if small.dim() == 2:
+    if weight.dim() == 2:
         matrices = [_as_rows(pieces, shape)]
     else:
         matrices = [_as_rows(own, shape[1:]) for own in _by_expert(pieces, shape)]
-    views = [small] if small.dim() == 2 else expert_views(small)
+    views = [weight] if weight.dim() == 2 else expert_views(weight)
     if None not in matrices and len(matrices) == len(views):
         for view, parts in zip(views, matrices, strict=True):
             assert parts is not None
@@ -188,7 +189,7 @@ def _fill_small(
     values = _empty(shape, dtype=torch.float32, device=torch.device("cpu"))
     fill(checkpoint, pieces, values, advance)
     with _named(checkpoint, pieces):
-        fill_small(small, values)
+        fill_quantised(weight, values)
 
 
 @dataclass(frozen=True)
@@ -237,15 +238,15 @@ def _as_rows(pieces: Sequence[Piece], shape: tuple[int, ...]) -> list[_Rows] | N
 
 
 def _fill_rows(
-    checkpoint: Checkpoint, parts: Sequence[_Rows], small: SmallWeight, advance: Callable[[int], None]
+    checkpoint: Checkpoint, parts: Sequence[_Rows], weight: QuantisedWeight, advance: Callable[[int], None]
 ) -> None:
-    """Fill a small matrix from pieces of whole rows, about AT_ONCE elements at a time."""
-    (rows, columns), form = small.shape, small.format
+    """Fill a quantised matrix from pieces of whole rows, about AT_ONCE elements at a time."""
+    (rows, columns), form = weight.shape, weight.format
     step = max(TILE, AT_ONCE // columns // TILE * TILE) if all(part.apart for part in parts) else rows
     for at in range(0, rows, step):
         end = min(at + step, rows)
-        codes = torch.empty(end - at, columns, dtype=form.codes_dtype, device=small.device)
-        scales = torch.empty(end - at, -(-columns // form.group), dtype=form.scales_dtype, device=small.device)
+        codes = torch.empty(end - at, columns, dtype=form.codes_dtype, device=weight.device)
+        scales = torch.empty(end - at, form.scale_count(columns), dtype=form.scales_dtype, device=weight.device)
         for part in parts:
             first, last = max(at, part.first), min(end, part.last)
             if first < last:
@@ -255,7 +256,7 @@ def _fill_rows(
                     piece = replace(piece, rows=(start, start + last - first))
                 _round(checkpoint, piece, form, codes[first - at : last - at], scales[first - at : last - at])
                 advance((last - first) * columns * checkpoint.entries[piece.source].dtype.itemsize)
-        write_codes(small, codes, scales, at)
+        write_codes(weight, codes, scales, at)
 
 
 def _keeps_groups(piece: Piece, group: int) -> bool:
@@ -269,8 +270,7 @@ def _keeps_groups(piece: Piece, group: int) -> bool:
 
 def _round(checkpoint: Checkpoint, piece: Piece, form: Format, codes: Tensor, scales: Tensor) -> None:
     """Write the codes `rows columns` and scales of a piece, BLOCK elements at a time."""
-    group = form.group
-    if checkpoint.kept_as(piece.source) == form.name and _keeps_groups(piece, group):
+    if checkpoint.kept_as(piece.source) == form.name and _keeps_groups(piece, form.group):
         with _named(checkpoint, [piece]):
             stored, factors = checkpoint.read_codes(piece.source, piece.rows)
         if isinstance(cut := piece.take, Reordered):
@@ -279,9 +279,9 @@ def _round(checkpoint: Checkpoint, piece: Piece, form: Format, codes: Tensor, sc
             last = cut.axis == len(cut.shape) - 1
             groups = replace(
                 cut,
-                shape=(*cut.shape[:-1], -(-cut.shape[-1] // group)),
-                first=cut.first // group if last else cut.first,
-                count=-(-cut.count // group) if last else cut.count,
+                shape=(*cut.shape[:-1], form.scale_count(cut.shape[-1])),
+                first=form.scale_count(cut.first) if last else cut.first,
+                count=form.scale_count(cut.count) if last else cut.count,
             )
             stored, factors = cut(stored), groups(factors)
         codes.copy_(stored.reshape(codes.shape))
@@ -293,7 +293,7 @@ def _round(checkpoint: Checkpoint, piece: Piece, form: Format, codes: Tensor, sc
     step = max(1, BLOCK // codes.shape[1])
     with _named(checkpoint, [piece]):
         for at in range(0, len(codes), step):
-            made = round_to_codes(values[at : at + step].to(codes.device), form)
+            made = form.to_codes(values[at : at + step].to(codes.device))
             codes[at : at + step], scales[at : at + step] = made
 
 

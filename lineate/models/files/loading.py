@@ -23,7 +23,7 @@ from lineate.models.files.encodings import Encoded
 from lineate.models.files.filling import Piece, allocate, box_of, fill
 from lineate.models.files.safetensors import CheckpointError
 from lineate.quantised.format import Format
-from lineate.quantised.weight import SmallWeight
+from lineate.quantised.weight import QuantisedWeight
 
 __all__ = [
     "LoadingPlan",
@@ -92,19 +92,19 @@ def load(
     device: torch.device | str = "cpu",
     progress: bool = True,
     hint: str = "",
-    small: Mapping[str, Format] | None = None,
+    quantised: Mapping[str, Format] | None = None,
 ) -> None:
     """Give a model on the meta device its tensors; if anything fails it stays as it was.
 
     Floating tensors become `dtype`, except A_log, dt_bias and router_bias, which are float32, and those named in
-    `small`, which become small weights of these formats; for others they have `dtype`.
+    `quantised`, which become weights of these formats; for others they have `dtype`.
     """
-    targets, small = _find_targets(model), small or {}
+    targets, quantised = _find_targets(model), quantised or {}
     check_all({name: target.like for name, target in targets.items()}, plan, checkpoint, hint)
     for name, target in targets.items():
-        target.made = allocate(name, target.like, dtype, device, small.get(name))
-    jobs = [([piece], name) for name, pieces in plan.pieces.items() for piece in pieces if name not in small]
-    jobs += [(list(pieces), name) for name, pieces in plan.pieces.items() if name in small]
+        target.made = allocate(name, target.like, dtype, device, quantised.get(name))
+    jobs = [([piece], name) for name, pieces in plan.pieces.items() for piece in pieces if name not in quantised]
+    jobs += [(list(pieces), name) for name, pieces in plan.pieces.items() if name in quantised]
     jobs.sort(key=lambda job: min(_place(checkpoint, piece) for piece in job[0]))
     with show_progress(checkpoint, plan, progress) as advance:
         for own, name in jobs:
@@ -114,7 +114,7 @@ def load(
     for target in targets.values():
         assert target.made is not None
         if target.key in target.module._parameters:
-            learns = target.like.requires_grad and not isinstance(target.made, SmallWeight)
+            learns = target.like.requires_grad and not isinstance(target.made, QuantisedWeight)
             kept = nn.Parameter(target.made, requires_grad=learns)
             target.module.register_parameter(target.key, kept)
         else:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lineate.quantised.weight import SmallWeight
+from lineate.quantised.weight import QuantisedWeight
 
 HOW_IT_RUNS = {"training", "recompute", "recompute_chunks", "context", "sampling_defaults", "_compiled_call_impl"}
 """Attributes that change how a module runs, or where, but not what it computes."""
@@ -52,7 +52,7 @@ def check_whole(tensors: Mapping[str, Tensor]) -> None:
     for name, x in tensors.items():
         if x.is_meta:
             raise ValueError(f"cannot save {name}, which is on the meta device (offloaded, or never filled); load it")
-        if type(x) not in (Tensor, nn.Parameter, SmallWeight):
+        if type(x) not in (Tensor, nn.Parameter, QuantisedWeight):
             kind = type(x).__name__
             remedy = "use lineate.training.sharded.save_distributed" if kind == "DTensor" else "convert it first"
             raise ValueError(f"cannot save {name}: it must be a plain tensor, got a {kind}; {remedy}")

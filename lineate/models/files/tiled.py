@@ -1,8 +1,8 @@
-"""Checkpoints of our own whose weights are small: two entries a weight, in tiles as in memory.
+"""Checkpoints of our own whose weights are quantised: two entries a weight, in tiles as in memory.
 
     NAME.codes     uint8, in tiles (lineate/quantised/format.py)
-    NAME.scales    float16 (fp8: float32)
-    config.json    "weights": "int8", "int4" or "fp8"
+    NAME.scales    in the format's dtype, float16 (fp8: float32)
+    config.json    "weights": the format's name, such as "int8", "int4" or "fp8"
 
 Weights of 16 bits are plain tensors under their own name; config.json says "weights": "bfloat16" or "float16".
 """
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lineate.models.files.checkpoint import Checkpoint
 from lineate.models.files.safetensors import CheckpointError, Entry, TensorSize, of_tensor
-from lineate.quantised.format import FORMATS, TILE, Format, decode, from_tiles
-from lineate.quantised.weight import SmallWeight
-from lineate.quantised.which import small_formats
+from lineate.quantised.format import FORMATS, TILE, Format
+from lineate.quantised.weight import QuantisedWeight
+from lineate.quantised.which import quantised_formats
 
 KEY = "weights"
 """The key of config.json that names the format."""
@@ -31,7 +31,7 @@ class TiledCheckpoint(Checkpoint):
 
     form: Format = FORMATS["int8"]  # a frozen value
     tiles: dict[str, tuple[Entry, Entry]] = field(default_factory=dict)
-    """The codes and the scales of each weight that is small."""
+    """The codes and the scales of each weight that is quantised."""
 
     def read_into(self, name: str, target: Tensor, rows: tuple[int, int] | None = None) -> None:
         if name not in self.tiles:
@@ -41,10 +41,11 @@ class TiledCheckpoint(Checkpoint):
         first, last = rows or (0, shape[0])
         if len(shape) == 3:  # whole experts
             codes, scales = self._read(name, first, last)
-            values = decode(codes, scales, shape[1])
+            values = self.form.decode(codes, scales, shape[1])
         else:
             tile = first // TILE
-            values = decode(*self._read(name, tile, -(-last // TILE)), last - tile * TILE)[first - tile * TILE :]
+            codes, scales = self._read(name, tile, -(-last // TILE))
+            values = self.form.decode(codes, scales, last - tile * TILE)[first - tile * TILE :]
         if values.numel() != target.numel():
             raise CheckpointError(
                 f"{self.entries[name].file}: rows {first} to {last} of {name} {shape} fill {values.numel()} elements, "
@@ -61,17 +62,17 @@ class TiledCheckpoint(Checkpoint):
         shape = self.entries[name].shape
         first, last = rows or (0, shape[0])
         if len(shape) == 3:  # whole experts
-            return from_tiles(*self._read(name, first, last), shape[1])
+            return self.form.from_tiles(*self._read(name, first, last), shape[1])
         tile = first // TILE
-        codes, scales = from_tiles(*self._read(name, tile, -(-last // TILE)), last - tile * TILE)
+        codes, scales = self.form.from_tiles(*self._read(name, tile, -(-last // TILE)), last - tile * TILE)
         return codes[first - tile * TILE :], scales[first - tile * TILE :]
 
-    def read_tiles(self, name: str, small: SmallWeight) -> None:
-        """Fill a small weight of this checkpoint's format with the bytes as they are."""
-        assert small.scales is not None and small.format == self.form
-        for key, entry, part in zip((CODES, SCALES), self.tiles[name], (small.codes, small.scales), strict=True):
+    def read_tiles(self, name: str, weight: QuantisedWeight) -> None:
+        """Fill a quantised weight of this checkpoint's format with the bytes as they are."""
+        assert weight.scales is not None and weight.format == self.form
+        for key, entry, part in zip((CODES, SCALES), self.tiles[name], (weight.codes, weight.scales), strict=True):
             self._reader.read_into(name + key, entry, part)
-        self._check_numbers(name, small.codes)
+        self._check_numbers(name, weight.codes)
 
     def _read(self, name: str, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Return some tiles, or the tiles of some experts."""
@@ -84,8 +85,8 @@ class TiledCheckpoint(Checkpoint):
         return found[0], found[1]
 
     def _check_numbers(self, name: str, codes: Tensor) -> None:
-        """Refuse codes of float8 that are not numbers, which the products would take for 480."""
-        if self.form.floating and any(bool((part & 127 == 127).any()) for part in codes.view(torch.uint8)):
+        """Refuse codes that are not numbers."""
+        if self.form.are_numbers is not None and not self.form.are_numbers(codes):
             raise CheckpointError(
                 f"{self.entries[name].file}: {name} must have numbers alone, got NaN; make the folder again with "
                 "`lineate quantize`"
@@ -111,11 +112,11 @@ def present_tiles(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]],
         dtype: that its weights are read in.
     """
     form = written_format(checkpoint.config)
-    if form is None or form.dtype is not None:
+    if form is None or not form.has_codes:
         return checkpoint
     entries = dict(checkpoint.entries)
     tiles: dict[str, tuple[Entry, Entry]] = {}
-    for name in small_formats(shapes, form):
+    for name in quantised_formats(shapes, form):
         if name not in entries and not {name + CODES, name + SCALES} & entries.keys():
             continue  # loading lists it with all others that are missing
         parts = [_part(checkpoint, key, size) for key, size in sizes(name, shapes[name], form).items()]
@@ -138,7 +139,7 @@ def _part(checkpoint: Checkpoint, name: str, size: TensorSize) -> Entry:
 
 
 def sizes(name: str, shape: tuple[int, ...], form: Format) -> dict[str, TensorSize]:
-    """Return the entries that a small weight is written as, with their dtypes and shapes."""
+    """Return the entries that a quantised weight is written as, with their dtypes and shapes."""
     codes, scales = form.shapes(shape)
     if scales is None:
         assert form.dtype is not None
@@ -147,8 +148,8 @@ def sizes(name: str, shape: tuple[int, ...], form: Format) -> dict[str, TensorSi
 
 
 def stored_tensors(name: str, x: Tensor) -> dict[str, Tensor]:
-    """Return the plain tensors that a tensor, which may be a small weight, is written as."""
-    if not isinstance(x, SmallWeight):
+    """Return the plain tensors that a tensor, which may be a quantised weight, is written as."""
+    if not isinstance(x, QuantisedWeight):
         return {name: x}
     parts = [x.codes] if x.scales is None else [x.codes, x.scales]
     found = dict(zip(sizes(name, tuple(x.shape), x.format), parts, strict=True))

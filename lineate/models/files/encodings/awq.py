@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lineate.models.files.encodings.bits import codes_of
-from lineate.models.files.encodings.encoded import Encoded, Source, Stored
+from lineate.models.files.encodings.encoded import INTEGERS, Encoded, Source, Stored
 from lineate.models.files.encodings.settings import Settings
 from lineate.models.files.encodings.tensors import StoredTensors, placed, wrong_shape
 
@@ -69,5 +69,5 @@ def _encoded(codes: Stored, scales: Stored, zeros: Stored, size: int) -> Encoded
         raise wrong_shape(scales, f"floats of shape {(groups, rows)}", why)
     if zeros.entry.shape != (groups, words) or zeros.entry.dtype != torch.int32:
         raise wrong_shape(zeros, f"int32 of shape {(groups, words)}", f"4 bits for each scale of {codes.name}")
-    parts = {"codes": codes, "scales": scales, "zeros": zeros, "bits": 4, "block": (1, group)}
+    parts = {"codes": codes, "scales": scales, "zeros": zeros, "bits": 4, "form": INTEGERS[4], "block": (1, group)}
     return ShuffledCodes(**placed(codes, (rows, columns)), **parts)  # type: ignore[arg-type]

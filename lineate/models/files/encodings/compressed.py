@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from lineate.models.files.encodings.bits import codes_of, words_for
-from lineate.models.files.encodings.encoded import Encoded, Source, Stored
-from lineate.models.files.encodings.plain import FLOAT8, PlainCodes
+from lineate.models.files.encodings.encoded import INTEGERS, Encoded, Source, Stored
+from lineate.models.files.encodings.plain import FLOAT8, PlainCodes, float8_format
 from lineate.models.files.encodings.settings import Settings
 from lineate.models.files.encodings.tensors import StoredTensors, placed, wrong_shape
 from lineate.models.files.safetensors import CheckpointError, Reader
@@ -149,8 +149,9 @@ def _add_packed(tensors: StoredTensors, name: str, schemes: list[Scheme]) -> Non
         except CheckpointError as error:
             problems.append(error)
             continue
-        parts = {"codes": codes, "scales": scales, "zeros": zeros, "order": order, "bits": scheme.bits}
-        encoded = PackedCodes(**placed(codes, shape), block=scheme.blocks(*shape), **parts)  # type: ignore[arg-type]
+        parts = {"codes": codes, "scales": scales, "zeros": zeros, "order": order}
+        sizes_of = {"bits": scheme.bits, "block": scheme.blocks(*shape), "form": INTEGERS[scheme.bits]}
+        encoded = PackedCodes(**placed(codes, shape), **parts, **sizes_of)  # type: ignore[arg-type]
         tensors.add(name, encoded, sizes)
         return
     raise _unfit(codes, problems, schemes)
@@ -173,7 +174,8 @@ def _add_plain(tensors: StoredTensors, codes: Stored, schemes: list[Scheme]) -> 
         except CheckpointError as error:
             problems.append(error)
             continue
-        parts = {"codes": codes, "scales": scales, "zeros": zeros, "order": order}
+        form = float8_format(scales) if floating else INTEGERS[8]
+        parts = {"codes": codes, "scales": scales, "zeros": zeros, "order": order, "form": form}
         encoded = PlainCodes(**placed(codes, shape), block=scheme.blocks(*shape), **parts)  # type: ignore[arg-type]
         tensors.add(codes.name, encoded)
         return

@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 
 from lineate.models.files.safetensors import CheckpointError, Entry, Reader
-from lineate.quantised.format import FLOAT8, FORMATS, GROUP, Format, TooLargeError
+from lineate.quantised.format import BLOCK, INT4, INT8, Format
+from lineate.quantised.rounding import TooLargeError
 
 BLOCK_ELEMENTS = 2**20
 """How many numbers are decoded at a time."""
 MOST_KEPT = 2**25
 """The most bytes of stored tensors that stay in memory because they are read by columns, and so again and again."""
+
+INTEGERS = {4: INT4, 8: INT8}
+"""The quantised formats of integers of this number of bits, a matrix of them."""
 
 WINDOWS = 3
 """How many large tensors are read by columns in turn: codes, scales and zeros of one weight."""
@@ -89,6 +93,8 @@ class Encoded(Entry):
     """The codes of 0, one a scale; None if all are `zero`."""
     order: Stored | None = None
     """Which scale each column has, if not that of its block."""
+    form: Format | None = None
+    """The quantised format that has such codes, and these too if their groups and scales fit it; None: none has."""
 
     @property
     def zero(self) -> int:
@@ -140,9 +146,9 @@ class Encoded(Entry):
                 target.copy_(view.view(target.shape))
 
     def kept_as(self, source: Source) -> str | None:
-        """Return the format of small weights if these are exactly its codes and scales, else None."""
-        form, (width, columns) = self._format, (self.shape[-1], self.block[1])
-        if form is None or width % GROUP or (columns % form.group and columns < width):
+        """Return the name of the quantised format if these are exactly its codes and scales, else None."""
+        form, (width, columns) = self.form, (self.shape[-1], self.block[1])
+        if form is None or width % BLOCK or (columns % form.group and columns < width):
             return None
         if self._order(source) is not None:
             return None
@@ -158,21 +164,13 @@ class Encoded(Entry):
                     return None
         return form.name
 
-    @property
-    def _format(self) -> Format | None:
-        """The format of small weights that may have these codes."""
-        if self.stored.dtype.is_floating_point:
-            wide = self.scales.entry.dtype.itemsize > torch.float32.itemsize
-            return FORMATS["fp8"] if self.stored.dtype is FLOAT8 and not wide else None
-        return FORMATS[f"int{self.bits}"] if len(self.shape) == 2 else None
-
     def read_codes(self, source: Source, rows: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return codes `rows columns`, one a byte, and a scale a group, as a format of small weights has them.
+        """Return codes `rows columns`, one a byte, and a scale a group, as a quantised format has them.
 
         codes: uint8 with zero at 128 or 8 and float16 scales of 32 columns; or the bytes of float8 and float32 scales
         of 128. Of `matrices rows columns` the rows are matrices.
         """
-        form = self._format
+        form = self.form
         assert form is not None
         if len(self.shape) == 3:
             whole = 0, self.shape[1]
@@ -184,9 +182,9 @@ class Encoded(Entry):
         """Return the codes and the scales of some rows of a matrix."""
         codes, scales = self._codes(source, matrix, *rows), self._scales(source, matrix, *rows).to(form.scales_dtype)
         groups = torch.arange(0, self.shape[-1], form.group, device="cpu") // self.block[1]
-        codes = codes.view(torch.uint8) if form.floating else self._unsigned(codes)
-        if form.floating and bool((codes & 127 == 127).any()):
-            raise TooLargeError("must have finite numbers to be kept in fp8, got NaN; fetch the file again")
+        codes = self._unsigned(codes)
+        if form.are_numbers is not None and not form.are_numbers(codes):
+            raise TooLargeError(f"must have finite numbers to be kept in {form.name}, got NaN; fetch the file again")
         return codes, scales[:, groups]
 
     def _codes(self, source: Source, matrix: int, first: int, last: int) -> Tensor:
@@ -202,6 +200,7 @@ class Encoded(Entry):
         return None if self.zeros is None else self._of_rows(source, self.zeros, matrix, first, last)
 
     def _unsigned(self, codes: Tensor) -> Tensor:
+        """Return the codes as the format has them, in uint8."""
         return codes
 
     def _codes_text(self) -> str:

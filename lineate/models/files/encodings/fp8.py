@@ -10,7 +10,7 @@ fused have `matrices rows columns` in X and their scales in X_scale_inv.
 import math
 
 from lineate.models.files.encodings.encoded import Encoded, Stored
-from lineate.models.files.encodings.plain import FLOAT8, PlainCodes
+from lineate.models.files.encodings.plain import FLOAT8, PlainCodes, float8_format
 from lineate.models.files.encodings.settings import Settings
 from lineate.models.files.encodings.tensors import StoredTensors, placed, wrong_shape
 from lineate.models.files.safetensors import CheckpointError
@@ -53,4 +53,5 @@ def _encoded(codes: Stored, scales: Stored, block: tuple[int, int] | None) -> En
         shapes = " or ".join(str(wanted) for _, wanted in choices)
         what = "one scale, or one a row," if block is None else f"a scale for each block of {block[0]} x {block[1]}"
         raise wrong_shape(scales, f"floats of shape {shapes}", f"{what} of {codes.name} {shape}")
-    return PlainCodes(**placed(codes, shape), codes=codes, scales=scales, block=found)  # type: ignore[arg-type]
+    parts = {"codes": codes, "scales": scales, "block": found, "form": float8_format(scales)}
+    return PlainCodes(**placed(codes, shape), **parts)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lineate.models.files.encodings.bits import codes_of
-from lineate.models.files.encodings.encoded import Encoded, Source, Stored
+from lineate.models.files.encodings.encoded import INTEGERS, Encoded, Source, Stored
 from lineate.models.files.encodings.settings import Settings
 from lineate.models.files.encodings.tensors import StoredTensors, placed, wrong_shape
 
@@ -90,5 +90,5 @@ def _encoded(
         raise wrong_shape(zeros, f"int32 of shape {(groups, rows * bits // 32)} for rows in whole words", why)
     if order is not None and (order.entry.shape != (columns,) or order.entry.dtype.is_floating_point):
         raise wrong_shape(order, f"whole numbers of shape {(columns,)}", f"one for each column of {codes.name}")
-    parts = {"codes": codes, "scales": scales, "zeros": zeros, "order": order, "bits": bits}
+    parts = {"codes": codes, "scales": scales, "zeros": zeros, "order": order, "bits": bits, "form": INTEGERS[bits]}
     return {**placed(codes, (rows, columns)), **parts, "block": (1, group)}

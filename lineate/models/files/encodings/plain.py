@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from lineate.models.files.encodings.encoded import Encoded, Source, Stored
-from lineate.quantised.format import FLOAT8
+from lineate.quantised.format import FP8, Format
+from lineate.quantised.rounding import FLOAT8
 
-__all__ = ["FLOAT8", "PlainCodes"]
+__all__ = ["FLOAT8", "PlainCodes", "float8_format"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,13 @@ class PlainCodes(Encoded):
         return source.rows(rows, matrix * height + first, matrix * height + last)
 
     def _unsigned(self, codes: Tensor) -> Tensor:
-        return codes.view(torch.uint8) ^ 128
+        plain = codes.view(torch.uint8)
+        return plain if self.form is FP8 else plain ^ 128
 
     def _codes_text(self) -> str:
         return str(self.stored.dtype).removeprefix("torch.")
+
+
+def float8_format(scales: Stored) -> Format | None:
+    """Return the format of float8 with these scales; None if they are too precise for it."""
+    return FP8 if scales.entry.dtype.itemsize <= torch.float32.itemsize else None

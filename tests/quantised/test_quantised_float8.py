@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from quantised import FP8_CONFIG, Encoding, compressed_config, compressed_float8, fp8_blocks, write_quantised
-from small_weights import EXPERTS, WIDE, realistic, sizes, tokens
+from quantised_weights import EXPERTS, WIDE, realistic, sizes, tokens
 from torch import Tensor
 
 from lineate.models import HybridLM
@@ -15,21 +15,20 @@ from lineate.models.files.safetensors import CheckpointError
 from lineate.models.inspect import describe, rows
 from lineate.models.quantizing import quantize_checkpoint
 from lineate.planning import plan_memory, read_model
-from lineate.quantised import FORMATS, SmallWeight, float8_activations, quantize, shrink
-from lineate.quantised.format import TooLargeError, decode_rows, from_tiles, round_to_float8, to_tiles
-from lineate.quantised.which import small_parameters
-
-FLOAT8 = torch.float8_e4m3fn
+from lineate.quantised import FORMATS, QuantisedWeight, float8_activations, quantize, shrink
+from lineate.quantised.format import FP8
+from lineate.quantised.rounding import FLOAT8, TooLargeError, round_to_float8
+from lineate.quantised.which import quantised_parameters
 
 
 def relative(made: Tensor, wanted: Tensor) -> float:
     return float((made.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-def exact(small: SmallWeight) -> Tensor:
+def exact(quantised: QuantisedWeight) -> Tensor:
     """Return the values of a weight in float64, from its codes and scales alone."""
-    assert small.scales is not None
-    codes, scales = from_tiles(small.codes, small.scales, small.shape[-2])
+    assert quantised.scales is not None
+    codes, scales = FP8.from_tiles(quantised.codes, quantised.scales, quantised.shape[-2])
     spread = scales.double().repeat_interleave(128, -1)[..., : codes.shape[-1]]
     return codes.view(FLOAT8).double() * spread
 
@@ -40,25 +39,25 @@ def exact(small: SmallWeight) -> Tensor:
 def test_every_code_is_the_number_that_torch_has() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(8, 32)
     codes = torch.where(codes & 127 == 127, 0, codes)  # those of NaN
-    small = SmallWeight(*to_tiles(codes, torch.ones(8, 1), 8), (8, 32))
+    quantised = QuantisedWeight(*FP8.to_tiles(codes, torch.ones(8, 1)), (8, 32), FP8)
     wanted = codes.view(FLOAT8).float()
-    assert torch.equal(small.decoded(), wanted)
-    assert torch.equal(F.linear(torch.eye(32), small), wanted.T)
-    assert torch.equal(F.linear(torch.eye(32, dtype=torch.float64), small), wanted.T.double())
-    assert torch.equal(F.embedding(torch.arange(8), small), wanted)
+    assert torch.equal(quantised.decoded(), wanted)
+    assert torch.equal(F.linear(torch.eye(32), quantised), wanted.T)
+    assert torch.equal(F.linear(torch.eye(32, dtype=torch.float64), quantised), wanted.T.double())
+    assert torch.equal(F.embedding(torch.arange(8), quantised), wanted)
 
 
 @pytest.mark.parametrize("shape", [(16, 32), (1, 96), (40, 128), (33, 160), (20, 544), (3, 20, 288)])
 def test_numbers_are_rounded_to_the_nearest(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape) * torch.rand(*shape[:-1], 1) ** 4
     x[..., 0, :32] = 0
-    small = quantize(x, "fp8")
-    assert (small.codes.shape, small.scales.shape) == FORMATS["fp8"].shapes(shape)
-    assert torch.equal(small.decoded().double(), exact(small).float().double())
+    quantised = quantize(x, "fp8")
+    assert (quantised.codes.shape, quantised.scales.shape) == FORMATS["fp8"].shapes(shape)
+    assert torch.equal(quantised.decoded().double(), exact(quantised).float().double())
     groups = F.pad(x, (0, -shape[-1] % 128)).unflatten(-1, (-1, 128)).abs().amax(-1)
     scales = (groups / 448).repeat_interleave(128, -1)[..., : shape[-1]]
     half = torch.maximum(x.abs() * 2**-4, scales * 2**-10)  # 3 digits; below 2^-6 steps are of 2^-9
-    assert ((small.decoded() - x).abs() <= 1.0001 * half).all()
+    assert ((quantised.decoded() - x).abs() <= 1.0001 * half).all()
 
 
 @pytest.mark.parametrize("size", [1e30, 1e4, 1e-6, 1e-30])
@@ -71,19 +70,19 @@ def test_weights_of_any_size(size: float) -> None:
     ("rows", "out", "size"), [(1, 48, 64), (2, 16, 32), (7, 100, 544), (13, 33, 128), (70, 64, 96)]
 )
 def test_products_are_those_of_float64(rows: int, out: int, size: int) -> None:
-    x, small = torch.randn(rows, size), quantize(torch.randn(out, size), "fp8")
-    wanted = x.double() @ exact(small).T
-    assert relative(F.linear(x, small), wanted) < 5e-7
-    assert relative(F.linear(x.double(), small), wanted) < 1e-7  # decoded to float32
+    x, quantised = torch.randn(rows, size), quantize(torch.randn(out, size), "fp8")
+    wanted = x.double() @ exact(quantised).T
+    assert relative(F.linear(x, quantised), wanted) < 5e-7
+    assert relative(F.linear(x.double(), quantised), wanted) < 1e-7  # decoded to float32
     ids = torch.tensor([0, out - 1])
-    assert torch.equal(decode_rows(small.codes, small.scales, ids), small.decoded()[ids])
+    assert torch.equal(FP8.decode_rows(quantised.codes, quantised.scales, ids), quantised.decoded()[ids])
 
 
 def test_rows_that_are_rounded_too() -> None:
     """Rows in float8, as float8_activations rounds them, move a product by about 2.6%."""
     x, weight = torch.randn(300, 512), torch.randn(200, 512)
     codes, scales = round_to_float8(x)
-    rounded = codes.float() * scales.repeat_interleave(128, -1)
+    rounded = codes.view(FLOAT8).float() * scales.repeat_interleave(128, -1)
     assert relative(rounded @ weight.T, x @ weight.T) < 0.03
 
 
@@ -119,20 +118,20 @@ def published(folder: Path, family: str, encoding: Encoding) -> Path:
 def test_published_numbers_stay_as_they_are(tmp_path: Path, family: str, key: str) -> None:
     folder = published(tmp_path, family, ENCODINGS[key])
     plain = HybridLM.from_pretrained(folder, progress=False, dtype="float32")
-    small = HybridLM.from_pretrained(folder, progress=False, weights="fp8")
-    kept = small_parameters(small)
+    quantised = HybridLM.from_pretrained(folder, progress=False, weights="fp8")
+    kept = quantised_parameters(quantised)
     assert len(kept) > 8
     for name, x in kept.items():
         if not name.startswith("embed"):  # which is not stored in float8
             assert torch.equal(x.decoded(), plain.get_parameter(name)), name
     quantize_checkpoint(folder, tmp_path / "ours", "fp8", progress=False)
-    small.save_pretrained(tmp_path / "saved")
+    quantised.save_pretrained(tmp_path / "saved")
     for name in ("ours", "saved"):
         again = HybridLM.from_pretrained(tmp_path / name, progress=False)
-        assert small_parameters(again).keys() == kept.keys()
-        for own, x in small_parameters(again).items():
+        assert quantised_parameters(again).keys() == kept.keys()
+        for own, x in quantised_parameters(again).items():
             assert torch.equal(x.codes, kept[own].codes) and torch.equal(x.scales, kept[own].scales), own
-        assert torch.equal(again(tokens(1, 9)).logits, small(tokens(1, 9)).logits)
+        assert torch.equal(again(tokens(1, 9)).logits, quantised(tokens(1, 9)).logits)
     assert dict(rows(describe(folder)))["quantised"].endswith("decoded when they are read, or kept by --bits fp8")
 
 
@@ -151,8 +150,8 @@ def test_fused_experts_stay_as_they_are(tmp_path: Path) -> None:
     config = {"quantization_config": FP8_CONFIG | {"weight_block_size": [16, 128]}}
     folder = rewrite(tmp_path / "plain", tmp_path / "float8", change, config)
     plain = HybridLM.from_pretrained(folder, progress=False, dtype="float32")
-    small = HybridLM.from_pretrained(folder, progress=False, weights="fp8")
-    found = {name: x for name, x in small_parameters(small).items() if "experts_" in name}
+    quantised = HybridLM.from_pretrained(folder, progress=False, weights="fp8")
+    found = {name: x for name, x in quantised_parameters(quantised).items() if "experts_" in name}
     assert len(found) == 8
     assert all(torch.equal(x.decoded(), plain.get_parameter(name)) for name, x in found.items())
 
@@ -160,9 +159,9 @@ def test_fused_experts_stay_as_they_are(tmp_path: Path) -> None:
 def test_planned_bytes_are_those_allocated(tmp_path: Path) -> None:
     model = shrink(realistic(sizes("GKA", experts=EXPERTS, dense_layers=(0,))), "fp8")
     model.save_pretrained(tmp_path)
-    small = small_parameters(model)
-    plain = sum(x.nbytes for name, x in model.state_dict().items() if name not in small)
-    assert plan_memory(read_model(tmp_path)).weights == plain + sum(x.nbytes_kept for x in small.values())
+    quantised = quantised_parameters(model)
+    plain = sum(x.nbytes for name, x in model.state_dict().items() if name not in quantised)
+    assert plan_memory(read_model(tmp_path)).weights == plain + sum(x.nbytes_kept for x in quantised.values())
     entry = Checkpoint.open(tmp_path).entries["layers.0.mixer.in_proj.weight.scales"]
     assert (entry.dtype, entry.shape) == (torch.float32, model.layers[0].mixer.in_proj.weight.scales.shape)
 

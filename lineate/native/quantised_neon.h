@@ -1,4 +1,4 @@
-// The products of small.c on an ARM processor that multiplies four pairs of bytes at a time (SDOT).
+// The products of quantised.c on an ARM processor that multiplies four pairs of bytes at a time (SDOT).
 //
 // Conversions of integers to floats are slow there: sums begin at the bits of 1.5 * 2^23, and are read as floats, which
 // are exact below 2^22. With two planes, 128 h + l is rounded once, as the conversion of the integer would be.
@@ -291,7 +291,7 @@ INLINE void multiply_block(const Rounded *w, i64 column, i64 row, i64 first, i64
 
 // Tiles of a unit. A few rows take longer runs of codes, up to a 32nd of all: what is fetched ahead of a run's first
 // codes is not.
-INLINE i64 unit_tiles(const Small *a) {
+INLINE i64 unit_tiles(const Quantised *a) {
     const i64 share = blocks(a->out, TILE) / 32;
     if (a->rows > FEW) return a->rows > MOST_FETCHED || a->bits == 4 ? PANEL : 1;
     return share > 8 ? 8 : share > 1 ? share : 1;

@@ -1,4 +1,4 @@
-"""The model that bench.models.small_weights measures, and its files for all contestants, made once and kept.
+"""The model that bench.models.quantised_weights measures, and its files for all contestants, made once and kept.
 
 The shape is that of Qwen3.5-0.8B with a vocabulary of 16,384 tokens and a head of its own, in the classes of
 Qwen3-Next, whose dense layers are the same: 24 layers, "GGGA", 530 million parameters at hidden 1024.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.serving.gguf_writer import write_gguf
-from lineate import quantised as small
+from lineate import quantised
 from lineate.models import HybridLM
 
 VOCAB = 16384
@@ -126,7 +126,7 @@ class Files:
         return path
 
     def _small(self, form: str) -> Path:
-        """Return the folder of lineate's small weights."""
+        """Return the folder of lineate's quantised weights."""
         return self.folder / f"lineate-{form}"
 
     def ours(self, form: str) -> HybridLM:
@@ -144,12 +144,12 @@ class Files:
         return HybridLM.from_pretrained(folder, progress=False)
 
 
-# ---- small weights
+# ---- quantised weights
 
 
 def shrink(model: HybridLM, form: str) -> HybridLM:
-    """Make a model's weights small in place, and return it."""
-    small.shrink(model, form)
+    """Quantise a model's weights in place, and return it."""
+    quantised.shrink(model, form)
     return model
 
 
@@ -157,4 +157,4 @@ def step_bytes(model: HybridLM) -> int:
     """Return the bytes of all weights that a decoding step reads: all but the rows of the embedding of other tokens."""
     skipped = None if model.config.tie_embeddings else "embed.weight"
     weights = [x for name, x in model.named_parameters() if name != skipped]
-    return sum(x.nbytes_kept if isinstance(x, small.SmallWeight) else x.nbytes for x in weights)
+    return sum(x.nbytes_kept if isinstance(x, quantised.QuantisedWeight) else x.nbytes for x in weights)

@@ -1,17 +1,17 @@
 """Weights of 32, 16, 8 and 4 bits on a CPU: lineate beside transformers, torchao and llama.cpp, with the same weights.
 
-    python -m bench.models.small_weights --llama-server FILE [--peers DIR] [--parts decode,prefill] [--json FILE]
-    python -m bench.models.small_weights --layers 4 --hidden 256 --rounds 1 --train-steps 20       a trial of all parts
+    python -m bench.models.quantised_weights --llama-server FILE [--peers DIR] [--parts decode,prefill] [--json FILE]
+    python -m bench.models.quantised_weights --layers 4 --hidden 256 --rounds 1 --train-steps 20    a trial of all parts
 
-The model is Qwen3.5-like: hidden 1024, 24 layers ("GGGA"), random weights (bench/models/small_model.py). Its files for
-all contestants are written once to --folder and kept: 8 GB. lineate and llama.cpp take turns, in an order that changes
-each time. transformers and torchao follow, once, so that nothing that they leave behind can disturb that pair.
+The model is Qwen3.5-like: hidden 1024, 24 layers ("GGGA"), random weights (bench/models/quantised_model.py). Its files
+for all contestants are written once to --folder and kept: 8 GB. lineate and llama.cpp take turns, in an order that
+changes each time. transformers and torchao follow, once, so that nothing that they leave behind can disturb that pair.
 
 - decode: single steps after prompts of 16 and 2,048 tokens; prefill: prompts of 512 and 2,048 tokens.
 - batch: 8 prompts of 16 tokens that lineate and llama.cpp continue together; llama.cpp has 8 slots and 8 clients.
 - memory: what is resident in a fresh process that has loaded the model and made two tokens.
 - read: how fast the threads read as many bytes as a step does, and how much of that speed lineate's steps reach.
-- error: how far small weights take random models and a trained one from float32 (bench/models/small_error.py).
+- error: how far quantised weights take random models and a trained one from float32 (bench/models/quantised_error.py).
 
 lineate's times are those of generate(), llama.cpp's those that its server gives, with its default options; only its
 copies of earlier states are switched off. A contestant that is not there is left out, and so is a prompt that it would
@@ -34,10 +34,10 @@ from typing import Any
 
 import torch
 
-from bench.models.small_error import RANDOM, random_errors, trained_errors, trained_model
-from bench.models.small_model import BITS, VOCAB, Files, Shape
-from bench.models.small_sides import LLAMA, OURS, SIDES, THEIRS, TORCHAO, Opener, Ours, Ran, Side, takes_part
-from bench.models.small_tables import show_all
+from bench.models.quantised_error import RANDOM, random_errors, trained_errors, trained_model
+from bench.models.quantised_model import BITS, VOCAB, Files, Shape
+from bench.models.quantised_sides import LLAMA, OURS, SIDES, THEIRS, TORCHAO, Opener, Ours, Ran, Side, takes_part
+from bench.models.quantised_tables import show_all
 from bench.serving.llama import version_of
 from bench.timing import OtherProcesses, cpu_model, in_fresh_process
 from lineate.quantised import rounded_activations
@@ -182,7 +182,7 @@ class Measurer:
                 arguments = [name, form, files.folder.parent, files.shape.layers, files.shape.hidden]
                 arguments.append(self.opener.threads)
                 found = in_fresh_process(
-                    ["-m", "bench.models.small_sides", *map(str, arguments)],
+                    ["-m", "bench.models.quantised_sides", *map(str, arguments)],
                     {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 )
                 if found is not None:
@@ -233,7 +233,7 @@ def same_tokens(ran: dict[str, list[Ran]]) -> dict[str, float]:
 
 
 def measure_error(results: Results, folder: Path, steps: int, quick: bool) -> None:
-    """Compare small weights with float32 ones."""
+    """Compare quantised weights with float32 ones."""
     forms = [form for form in BITS if form not in ("float32", "float16")]
     names = [name for name in RANDOM if not quick or name.startswith("tiny")]
     results.parts["random_models"] = random_errors(names, forms, seeds=1 if quick else 2)
@@ -289,10 +289,10 @@ def measure_form(measurer: Measurer, form: str, parts: Sequence[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path("bench/out/small-weights-cpu.json"))
+    parser.add_argument("--json", type=Path, default=Path("bench/out/quantised-weights-cpu.json"))
     parser.add_argument("--llama-server", type=Path, help="llama.cpp's server, measured too")
     parser.add_argument("--peers", type=Path, help="a folder with the packages gguf and torchao, put on the path")
-    parser.add_argument("--folder", type=Path, default=Path("bench/out/small-weights"), help="where files are kept")
+    parser.add_argument("--folder", type=Path, default=Path("bench/out/quantised-weights"), help="where files are kept")
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
     parser.add_argument("--forms", default=",".join(BITS), help="of " + ", ".join(BITS))
     parser.add_argument("--sides", help="contestants, of " + ", ".join(SIDES))

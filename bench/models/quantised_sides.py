@@ -1,6 +1,6 @@
-"""The contestants of bench.models.small_weights: each reads a prompt, then makes the likeliest tokens one by one.
+"""The contestants of bench.models.quantised_weights: each reads a prompt, then makes the likeliest tokens one by one.
 
-    python -m bench.models.small_sides SIDE FORM FOLDER LAYERS HIDDEN THREADS
+    python -m bench.models.quantised_sides SIDE FORM FOLDER LAYERS HIDDEN THREADS
 
 prints what memory a fresh process has after it has loaded the model and made two tokens, as JSON.
 """
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from bench.models.small_model import BITS, Files, Shape, step_bytes
+from bench.models.quantised_model import BITS, Files, Shape, step_bytes
 from bench.serving.llama import LlamaServer
 from bench.timing import resident_bytes
 from lineate.generation import generate

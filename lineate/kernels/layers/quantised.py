@@ -5,7 +5,7 @@
 A group g has 32 columns and a scale of float16, or with FP8 128 columns and a scale of float32; codes are then float8
 numbers, and zero is 0. Codes are read as words of 4 bytes: word p of a row of a tile has columns 4p to 4p+3 (8 bits),
 or columns c to c+3 in the low halves of its bytes and c+16 to c+19 in the high ones, c = 32 (p / 4) + 4 (p % 4)
-(4 bits). All sums are float32. On Hopper hopper/small_rows.py multiplies rows of 16 bits instead.
+(4 bits). All sums are float32. On Hopper hopper/quantised_rows.py multiplies rows of 16 bits instead.
 """
 
 import triton
@@ -61,7 +61,7 @@ def _products(codes, scales, x, norm, p, has, BITS: tl.constexpr, FP8: tl.conste
 
 
 @triton.jit
-def multiply_small(
+def multiply_quantised(
     codes, scales, x, norm, experts, bias, residual, taps, past, y, eps,
     N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
     SHIFT: tl.constexpr, GATED: tl.constexpr, EVERY: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr,
@@ -151,7 +151,7 @@ def _decoded(codes, scales, tile, r, c, mask, K: tl.constexpr, BITS: tl.constexp
 
 
 @triton.jit(do_not_specialize=["tile", "rows"])
-def decode_small(
+def decode_quantised(
     codes, scales, y, tile, rows, K: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
     """A tile's rows at BK columns of y `rows K`, which begins with this tile; codes are bytes."""
@@ -164,7 +164,7 @@ def decode_small(
 
 
 @triton.jit
-def decode_small_rows(
+def decode_quantised_rows(
     codes, scales, ids, y, N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, BK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Small weights in wrong hands: what C must never read, what torch does around them, and values that do not fit."""
+"""Quantised weights in wrong hands: what C must never read, what torch does around them, and values that do not fit."""
 
 import copy
 import io
@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from small_weights import realistic, sizes, tokens
+from quantised_weights import realistic, sizes, tokens
 from torch import Tensor, nn
 
 from lineate.generation import generate
 from lineate.models import HybridLM
 from lineate.models.files.checkpoint import save
 from lineate.models.files.safetensors import CheckpointError
-from lineate.quantised import FORMATS, SmallWeight, quantize, shrink
-from lineate.quantised.which import format_of, small_parameters
+from lineate.quantised import FORMATS, QuantisedWeight, quantize, shrink
+from lineate.quantised.which import format_of, quantised_parameters
 
 ALL, CODED = tuple(FORMATS), ("int8", "int4", "fp8")
 
 
-def weight(form: str, *shape: int) -> SmallWeight:
+def weight(form: str, *shape: int) -> QuantisedWeight:
     return quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)), form)
 
 
@@ -68,50 +68,50 @@ def test_codes_of_another_shape_are_not_read(form: str) -> None:
         (good.codes, good.scales.double()),
         (good.codes.flatten(), good.scales),
     ):
-        with pytest.raises(ValueError, match="codes and scales must be the tiles of a weight of 40 rows"):
-            F.linear(torch.ones(1, 160), SmallWeight(codes, scales, (40, 160)))
+        with pytest.raises(ValueError, match=r"codes and scales must be the tiles of a weight \(40, 160\)"):
+            F.linear(torch.ones(1, 160), QuantisedWeight(codes, scales, (40, 160), form))
 
 
 @pytest.mark.parametrize("form", ALL)
 def test_any_layout_of_the_input(form: str) -> None:
-    small, x = weight(form, 40, 64), torch.randn(6, 64)
-    wanted = F.linear(x, small)
+    quantised, x = weight(form, 40, 64), torch.randn(6, 64)
+    wanted = F.linear(x, quantised)
     wide = torch.randn(6, 130)
     wide[:, 1:129:2] = x
     for other in (x.T.contiguous().T, wide[:, 1:129:2], torch.complex(x, -x).conj().imag):
-        assert torch.equal(F.linear(other, small), wanted)
-    assert torch.equal(F.linear(x[:1].expand(5, 64), small), wanted[:1].expand(5, 40))
-    assert torch.equal(F.linear(x.view(2, 3, 64).transpose(0, 1), small), wanted.view(2, 3, 40).transpose(0, 1))
-    assert torch.equal(F.linear(x[0], small), wanted[0])
-    assert F.linear(x[:0], small).shape == (0, 40) and F.linear(torch.ones(2, 0, 64), small).shape == (2, 0, 40)
+        assert torch.equal(F.linear(other, quantised), wanted)
+    assert torch.equal(F.linear(x[:1].expand(5, 64), quantised), wanted[:1].expand(5, 40))
+    assert torch.equal(F.linear(x.view(2, 3, 64).transpose(0, 1), quantised), wanted.view(2, 3, 40).transpose(0, 1))
+    assert torch.equal(F.linear(x[0], quantised), wanted[0])
+    assert F.linear(x[:0], quantised).shape == (0, 40) and F.linear(torch.ones(2, 0, 64), quantised).shape == (2, 0, 40)
 
 
 @pytest.mark.parametrize("form", CODED)
 def test_rows_that_a_weight_does_not_have(form: str) -> None:
-    small = weight(form, 40, 64)  # its tiles have 48 rows
+    quantised = weight(form, 40, 64)  # its tiles have 48 rows
     for ids in ([0, 40], [47], [48], [-1, 3]):
         with pytest.raises(IndexError, match=r"ids of an embedding must lie in 0 \.\. 39, got"):
-            F.embedding(torch.tensor(ids), small)
+            F.embedding(torch.tensor(ids), quantised)
     with pytest.raises(ValueError, match=r"must be int32 or int64, got torch\.uint8"):
-        F.embedding(torch.tensor([1], dtype=torch.uint8), small)
-    assert F.embedding(torch.empty(0, 3, dtype=torch.long), small).shape == (0, 3, 64)
+        F.embedding(torch.tensor([1], dtype=torch.uint8), quantised)
+    assert F.embedding(torch.empty(0, 3, dtype=torch.long), quantised).shape == (0, 3, 64)
 
 
 @pytest.mark.parametrize("form", ALL)
 def test_an_embedding_is_not_renormalised(form: str) -> None:
-    with pytest.raises(ValueError, match="max_norm must be None for a small weight"):
+    with pytest.raises(ValueError, match="max_norm must be None for a quantised weight"):
         F.embedding(torch.tensor([1]), weight(form, 40, 64), max_norm=1.0)
 
 
 @pytest.mark.parametrize("form", ALL)
 def test_an_index_that_is_no_number_of_an_expert(form: str) -> None:
-    small = weight(form, 3, 24, 64)
-    plain = small.decoded()
+    quantised = weight(form, 3, 24, 64)
+    plain = quantised.decoded()
     for index in (True, slice(1, 3), torch.tensor(1), (0, 2)):
-        assert torch.equal(small[index], plain[index])
-    assert torch.equal(small[-1].decoded(), plain[-1])
+        assert torch.equal(quantised[index], plain[index])
+    assert torch.equal(quantised[-1].decoded(), plain[-1])
     with pytest.raises(IndexError):
-        small[3]
+        quantised[3]
 
 
 # What torch does with modules
@@ -130,14 +130,14 @@ def test_copies_of_a_model(form: str, tied: bool) -> None:
     torch.save(model.state_dict(), file)
     file.seek(0)
     stored = torch.load(file, weights_only=True)
-    assert {type(stored[name]) for name in small_parameters(model)} == {SmallWeight}
+    assert {type(stored[name]) for name in quantised_parameters(model)} == {QuantisedWeight}
     other = shrink(realistic(sizes("GA", tie_embeddings=tied), seed=1), form)
     assert not same(other, model, ids)
     other.load_state_dict(stored)
     assert same(other, model, ids)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.share_memory()):
         assert same(twin, model, ids) and format_of(twin) == FORMATS[form]
-        assert not any(x.requires_grad for x in small_parameters(twin).values())
+        assert not any(x.requires_grad for x in quantised_parameters(twin).values())
     assert model.to("cpu") is model and format_of(model.float()) == FORMATS[form]
     assert model.half().dtype == torch.float16 and format_of(model) == FORMATS[form]
     assert model.embed.weight.dtype == model.norm.weight.dtype == torch.float16
@@ -147,20 +147,20 @@ def test_copies_of_a_model(form: str, tied: bool) -> None:
 
 @pytest.mark.parametrize("form", ALL)
 def test_a_plain_model_takes_the_values(form: str) -> None:
-    small = shrink(realistic(sizes("GA")), form)
+    quantised = shrink(realistic(sizes("GA")), form)
     plain = realistic(sizes("GA"), seed=1)
-    plain.load_state_dict(small.state_dict())
-    for name, x in small_parameters(small).items():
+    plain.load_state_dict(quantised.state_dict())
+    for name, x in quantised_parameters(quantised).items():
         assert torch.equal(plain.get_parameter(name), x.decoded())
     with pytest.raises(RuntimeError, match="only overwritten by one of its own format"):
-        small.load_state_dict(plain.state_dict())
+        quantised.load_state_dict(plain.state_dict())
 
 
 @pytest.mark.parametrize("form", ALL)
 def test_data_that_is_set(form: str) -> None:
     model, ids = shrink(realistic(sizes("GA")), form), tokens(1, 9)
     other = shrink(realistic(sizes("GA"), seed=1), form)
-    for name, x in small_parameters(model).items():
+    for name, x in quantised_parameters(model).items():
         x.data = other.get_parameter(name).data
         assert torch.equal(x.decoded(), other.get_parameter(name).decoded())
     with pytest.raises(RuntimeError, match="replace the parameter instead"):
@@ -249,13 +249,13 @@ import os, sys, torch
 import torch.nn.functional as F
 from lineate.quantised import quantize
 torch.set_num_threads(3)
-x, small = torch.randn(2, 512), quantize(torch.randn(2048, 512), "int8")
-wanted = F.linear(x, small)
+x, quantised = torch.randn(2, 512), quantize(torch.randn(2048, 512), "int8")
+wanted = F.linear(x, quantised)
 for n in range(4):
     child = os.fork()
     if not child:
-        os._exit(0 if all(torch.equal(F.linear(x, small), wanted) for _ in range(20)) else 1)
-    assert torch.equal(F.linear(x, small), wanted)
+        os._exit(0 if all(torch.equal(F.linear(x, quantised), wanted) for _ in range(20)) else 1)
+    assert torch.equal(F.linear(x, quantised), wanted)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
@@ -281,5 +281,5 @@ def test_a_folder_of_zeros_stays_zero(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     save(tmp_path / "zeros", tensors, {"model_type": "lineate", **model.config.to_dict()})
     for form in CODED:
-        small = HybridLM.from_pretrained(tmp_path / "zeros", weights=form, progress=False)
-        assert not small.embed.weight.decoded().any()
+        quantised = HybridLM.from_pretrained(tmp_path / "zeros", weights=form, progress=False)
+        assert not quantised.embed.weight.decoded().any()

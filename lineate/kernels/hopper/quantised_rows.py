@@ -196,7 +196,7 @@ def _number(t, tile, TILES: gl.constexpr, GATED: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["rows"])
-def multiply_small_rows(
+def multiply_quantised_rows(
     codes, scales, x, norm, experts, bias, residual, taps, past, y, rows, eps,
     N: gl.constexpr, K: gl.constexpr, R: gl.constexpr, ONE: gl.constexpr, BITS: gl.constexpr, FP8: gl.constexpr,
     C: gl.constexpr, WK: gl.constexpr, WM: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, SHIFT: gl.constexpr,

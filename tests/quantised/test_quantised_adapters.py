@@ -1,11 +1,11 @@
-"""Adapters in full precision learn on frozen small weights."""
+"""Adapters in full precision learn on frozen quantised weights."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lineate.models import HybridLM, preset
-from lineate.quantised import SmallWeight, shrink
+from lineate.quantised import QuantisedWeight, shrink
 
 
 class Adapted(nn.Module):
@@ -23,13 +23,13 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "int8", "int4"])
-def test_adapters_learn_on_frozen_small_weights(form: str) -> None:
+def test_adapters_learn_on_frozen_quantised_weights(form: str) -> None:
     torch.manual_seed(0)
     model = HybridLM(preset("tiny", pattern="GKMA", vocab_size=64))
     ids = torch.randint(0, 64, (4, 32))
     shrink(model, form)
     model.requires_grad_(False)
-    before = {name: x.decoded() for name, x in model.named_parameters() if isinstance(x, SmallWeight)}
+    before = {name: x.decoded() for name, x in model.named_parameters() if isinstance(x, QuantisedWeight)}
     for block in model.layers:
         for owner, name in ((block.mixer, "in_proj"), (block.mixer, "out_proj"), (block.feed, "down_proj")):
             setattr(owner, name, Adapted(getattr(owner, name)))
@@ -44,7 +44,7 @@ def test_adapters_learn_on_frozen_small_weights(form: str) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.3
-    after = {name.replace(".layer", ""): x for name, x in model.named_parameters() if isinstance(x, SmallWeight)}
+    after = {name.replace(".layer", ""): x for name, x in model.named_parameters() if isinstance(x, QuantisedWeight)}
     assert before.keys() == after.keys() and all(torch.equal(after[name].decoded(), x) for name, x in before.items())
     with torch.no_grad():  # a step calls the adapters
         state = model(ids[:, :-1]).state

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_weights import WIDE, realistic, relative, sizes, tokens
+from quantised_weights import WIDE, realistic, relative, sizes, tokens
 
 pytest.importorskip("rich")
 pytest.importorskip("typer")
@@ -24,7 +24,7 @@ from lineate.models.files.checkpoint import Checkpoint
 from lineate.models.quantizing import quantize_checkpoint
 from lineate.planning.memory import plan_memory
 from lineate.planning.models import read_model
-from lineate.quantised import BY_BITS, FORMATS, SmallWeight, shrink, small_formats
+from lineate.quantised import BY_BITS, FORMATS, QuantisedWeight, quantised_formats, shrink
 from lineate.quantised.which import format_of
 from lineate.serving.command import ServeArguments, run_serve
 from lineate.text import Bytes
@@ -51,7 +51,7 @@ def same(one: HybridLM, other: HybridLM) -> bool:
     theirs = other.state_dict()
     for name, x in one.state_dict().items():
         y = theirs[name]
-        if isinstance(x, SmallWeight) and isinstance(y, SmallWeight):
+        if isinstance(x, QuantisedWeight) and isinstance(y, QuantisedWeight):
             parts = [(x.codes, y.codes), *([] if x.scales is None else [(x.scales, y.scales)])]
             if not all(torch.equal(a, b) for a, b in parts):
                 return False
@@ -72,17 +72,17 @@ def test_checkpoints_of_families(family: str, bits: int | str, tmp_path: Path) -
     build(family, **WIDE[family]).to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
     done = lineate("quantize", tmp_path / "theirs", tmp_path / "new" / "ours", "--bits", bits)
     assert done.exit_code == 0, done.output
-    small = HybridLM.from_pretrained(tmp_path / "new" / "ours", progress=False)
-    assert format_of(small) == FORMATS[BY_BITS[bits]] and small.dtype == torch.float32
-    assert same(small, HybridLM.from_pretrained(tmp_path / "theirs", progress=False, weights=BY_BITS[bits]))
+    quantised = HybridLM.from_pretrained(tmp_path / "new" / "ours", progress=False)
+    assert format_of(quantised) == FORMATS[BY_BITS[bits]] and quantised.dtype == torch.float32
+    assert same(quantised, HybridLM.from_pretrained(tmp_path / "theirs", progress=False, weights=BY_BITS[bits]))
     with torch.no_grad():
         plain = HybridLM.from_pretrained(tmp_path / "theirs", progress=False, dtype="float32")
         most = {16: 1e-6, 8: 0.05, 4: 0.6, "fp8": 0.3}[bits]
-        assert relative(small(tokens(1, 20)).logits, plain(tokens(1, 20)).logits) < most
+        assert relative(quantised(tokens(1, 20)).logits, plain(tokens(1, 20)).logits) < most
 
 
 def test_what_it_prints_and_copies(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "small"
+    out = tmp_path / "quantised"
     out.mkdir()  # an empty folder is filled
     done = lineate("quantize", folder, out, "--bits", "4")
     assert done.exit_code == 0, done.output
@@ -91,7 +91,7 @@ def test_what_it_prints_and_copies(folder: Path, tmp_path: Path) -> None:
     after = Checkpoint.open(out).nbytes
     found = re.search(r"int4, ([\d,]+) bytes of ([\d.]+) MB \((\d+)%\)", text)
     assert found and int(found[1].replace(",", "")) == after and int(found[3]) == round(100 * after / before)
-    assert "not made small" in text and "mixer.conv.weight" in text and "in_proj" not in text
+    assert "not quantised" in text and "mixer.conv.weight" in text and "in_proj" not in text
     assert files(out).keys() == files(folder).keys()
     for name in files(folder).keys() - {"config.json", "model.safetensors"}:
         assert files(out)[name] == files(folder)[name]
@@ -100,14 +100,14 @@ def test_what_it_prints_and_copies(folder: Path, tmp_path: Path) -> None:
 
 
 def test_shards_are_written_as_they_fill(folder: Path, tmp_path: Path) -> None:
-    made = quantize_checkpoint(folder, tmp_path / "small", "int8", progress=False, max_shard_bytes=10**5)
-    assert len(list((tmp_path / "small").glob("model-*-of-*.safetensors"))) > 3
+    made = quantize_checkpoint(folder, tmp_path / "quantised", "int8", progress=False, max_shard_bytes=10**5)
+    assert len(list((tmp_path / "quantised").glob("model-*-of-*.safetensors"))) > 3
     model = HybridLM.from_pretrained(folder, progress=False)
-    assert same(HybridLM.from_pretrained(tmp_path / "small", progress=False), shrink(model, "int8"))
-    small = small_formats(model, "int8")
-    plain = {name: x.nbytes for name, x in model.state_dict().items() if name not in small}
+    assert same(HybridLM.from_pretrained(tmp_path / "quantised", progress=False), shrink(model, "int8"))
+    quantised = quantised_formats(model, "int8")
+    plain = {name: x.nbytes for name, x in model.state_dict().items() if name not in quantised}
     assert sum(made.stayed.values()) == sum(plain.values())
-    assert made.bytes_after == Checkpoint.open(tmp_path / "small").nbytes
+    assert made.bytes_after == Checkpoint.open(tmp_path / "quantised").nbytes
 
 
 def test_what_is_there_is_never_overwritten(folder: Path, tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_what_is_there_is_never_overwritten(folder: Path, tmp_path: Path) -> Non
 
 
 def test_nothing_is_left_behind_if_it_fails(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = lineate("quantize", folder, tmp_path / "small", "--bits", "3")
+    done = lineate("quantize", folder, tmp_path / "quantised", "--bits", "3")
     assert done.exit_code == 2 and "--bits must be one of 16, 8, 4, fp8, got 3" in done.stderr
-    done = lineate("quantize", tmp_path / "nothing", tmp_path / "small")
+    done = lineate("quantize", tmp_path / "nothing", tmp_path / "quantised")
     assert done.exit_code == 2 and done.stderr.startswith("lineate: expected a folder")
     written = []
 
@@ -135,7 +135,7 @@ def test_nothing_is_left_behind_if_it_fails(folder: Path, tmp_path: Path, monkey
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("lineate.models.files.safetensors.os.fsync", full)
-    done = lineate("quantize", folder, tmp_path / "a" / "b" / "small")
+    done = lineate("quantize", folder, tmp_path / "a" / "b" / "quantised")
     assert done.exit_code == 2 and "No space left on device" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -145,10 +145,10 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(total=10**9, used=10**9 - 999, free=999))
     monkeypatch.setattr("lineate.models.quantizing.save_streamed", lambda *_: pytest.fail("something was written"))
-    done = lineate("quantize", folder, tmp_path / "a" / "small", "--bits", "4")
+    done = lineate("quantize", folder, tmp_path / "a" / "quantised", "--bits", "4")
     text = " ".join(done.stderr.split())
     assert done.exit_code == 2 and re.search(r"needs [\d,]+ bytes and its disk has 999; free some", text), text
-    assert "small" in text and list(tmp_path.iterdir()) == []
+    assert "quantised" in text and list(tmp_path.iterdir()) == []
 
 
 INTERRUPTED = """
@@ -174,7 +174,7 @@ build_app()(["quantize", *sys.argv[2:]])
 @pytest.mark.skipif(os.name != "posix", reason="signals and limits of Unix")
 @pytest.mark.parametrize("how", ["full", "interrupted"])
 def test_nothing_is_left_behind_if_it_is_stopped(how: str, folder: Path, tmp_path: Path) -> None:
-    before, out = files(folder), tmp_path / "a" / "small"
+    before, out = files(folder), tmp_path / "a" / "quantised"
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, how, str(folder), str(out)], capture_output=True, text=True, timeout=120
     )
@@ -190,9 +190,9 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(folder: Path, tmp_path: Pat
         (tmp_path / "bad" / name).write_bytes(data)
     config = json.loads((tmp_path / "bad" / "config.json").read_text())
     (tmp_path / "bad" / "config.json").write_text(json.dumps(config | {"n_layers": 5}))
-    done = lineate("quantize", tmp_path / "bad", tmp_path / "small")
+    done = lineate("quantize", tmp_path / "bad", tmp_path / "quantised")
     assert done.exit_code == 2 and "missing" in done.stderr and "layers.4.mixer" in done.stderr
-    assert not (tmp_path / "small").exists()
+    assert not (tmp_path / "quantised").exists()
 
 
 # --bits
@@ -201,13 +201,13 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(folder: Path, tmp_path: Pat
 @pytest.mark.parametrize("bits", [16, 8, 4, "fp8"])
 def test_generate_and_chat(folder: Path, bits: int | str, tmp_path: Path) -> None:
     words = ("--tokens", 8, "--temperature", 0)
-    assert lineate("quantize", folder, tmp_path / "small", "--bits", bits).exit_code == 0
+    assert lineate("quantize", folder, tmp_path / "quantised", "--bits", bits).exit_code == 0
     asked = lineate("generate", folder, "-p", "abc", *words, "--bits", bits)
-    stored = lineate("generate", tmp_path / "small", "-p", "abc", *words)
+    stored = lineate("generate", tmp_path / "quantised", "-p", "abc", *words)
     assert asked.exit_code == stored.exit_code == 0, asked.output + stored.output
     assert asked.stdout == stored.stdout
     asked = lineate("chat", folder, *words, "--bits", bits, typed="hello\n/exit\n")
-    stored = lineate("chat", tmp_path / "small", *words, typed="hello\n/exit\n")
+    stored = lineate("chat", tmp_path / "quantised", *words, typed="hello\n/exit\n")
     assert asked.exit_code == stored.exit_code == 0 and asked.stdout == stored.stdout
 
 
@@ -266,7 +266,7 @@ def test_plan(folder: Path, bits: int | str) -> None:
     assert f"large weights in {BY_BITS[bits]}" in " ".join(done.stdout.split())
 
 
-def test_decoding_moves_the_bytes_of_small_experts() -> None:
+def test_decoding_moves_the_bytes_of_quantised_experts() -> None:
     from lineate.planning.compute import touched_weights
 
     model = read_model("qwen3-next-80b", weights="int8")

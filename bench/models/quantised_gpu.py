@@ -1,6 +1,6 @@
 """Decoding with weights of 16, 8 and 4 bits and float8 on a GPU: a whole model in a CUDA graph, and its products.
 
-    python -m bench.models.small_gpu [--json FILE] [--quick] [--forms bfloat16 int8 int4 fp8]
+    python -m bench.models.quantised_gpu [--json FILE] [--quick] [--forms bfloat16 int8 int4 fp8]
 
 The model has 24 layers GGGA of 4096 channels with random weights, which are made on the GPU. Times of steps are between
 events around replays of the graph that Decoder records. A product is measured in a graph of its own over copies
@@ -28,7 +28,8 @@ from bench.timing import show
 from lineate.decoding import Decoder
 from lineate.layers import Memory, TokenCache
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig, ModelState
-from lineate.quantised import FORMATS, SmallWeight, float8_activations
+from lineate.quantised import FORMATS, QuantisedWeight, float8_activations
+from lineate.quantised.format import FP8
 
 BATCHES = (1, 8, 32)
 MANY = (128, 1024, 8192)
@@ -57,14 +58,14 @@ def random_weight(shape: tuple[int, ...], form: str, device: str) -> Tensor:
         return torch.randn(shape, dtype=kept.dtype, device=device).mul_(0.02)
     codes, scales = kept.shapes(shape)
     assert scales is not None
-    if kept.floating:  # numbers of deviation 100
+    if kept is FP8:  # numbers of deviation 100
         numbers = torch.randn(codes, device=device).mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn)
         factors = torch.full(scales, 2e-4, device=device)
-        return SmallWeight(numbers.view(torch.uint8), factors, shape, torch.bfloat16)
+        return QuantisedWeight(numbers.view(torch.uint8), factors, shape, kept, torch.bfloat16)
     deviation = 2**kept.bits / 12**0.5
     numbers = torch.randint(0, 256, codes, dtype=torch.uint8, device=device)
     factors = torch.full(scales, 0.02 / deviation, dtype=torch.float16, device=device)
-    return SmallWeight(numbers, factors, shape, torch.bfloat16)
+    return QuantisedWeight(numbers, factors, shape, kept, torch.bfloat16)
 
 
 def model_of(config: HybridConfig, form: str, device: str) -> tuple[HybridLM, int]:
@@ -81,7 +82,7 @@ def model_of(config: HybridConfig, form: str, device: str) -> tuple[HybridLM, in
             shape = tuple(module.weight.shape)
             module.weight = nn.Parameter(random_weight(shape, form, device), requires_grad=False)
     read = [x for name, x in model.named_parameters() if not name.startswith("embed")]
-    return model, sum(x.nbytes_kept if isinstance(x, SmallWeight) else x.nbytes for x in read)
+    return model, sum(x.nbytes_kept if isinstance(x, QuantisedWeight) else x.nbytes for x in read)
 
 
 def state_of(model: HybridLM, rows: int, tokens: int) -> ModelState:
@@ -228,7 +229,7 @@ def show_products(title: str, records: list[dict[str, Any]], rate: str, unit: st
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path("bench/out/small-gpu.json"))
+    parser.add_argument("--json", type=Path, default=Path("bench/out/quantised-gpu.json"))
     parser.add_argument(
         "--forms", nargs="+", choices=("bfloat16", "int8", "int4", "fp8"), default=("bfloat16", "int8", "int4", "fp8")
     )

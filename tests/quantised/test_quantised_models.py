@@ -1,4 +1,4 @@
-"""Models with small weights: their logits, their states, training, and the wrapper for transformers."""
+"""Models with quantised weights: their logits, their states, training, and the wrapper for transformers."""
 
 import copy
 from dataclasses import replace
@@ -8,7 +8,7 @@ import fresh
 import pytest
 import torch
 from families import FAMILIES, build
-from small_weights import EXPERTS, VOCAB, WIDE, realistic, relative, sizes, tokens
+from quantised_weights import EXPERTS, VOCAB, WIDE, realistic, relative, sizes, tokens
 
 from lineate.generation import generate
 from lineate.generation.choice import Sampling
@@ -18,7 +18,7 @@ from lineate.models.config import ExpertsConfig
 from lineate.planning.memory import plan_memory
 from lineate.planning.models import Model, read_model
 from lineate.quantised import FORMATS, shrink
-from lineate.quantised.which import format_of, small_parameters
+from lineate.quantised.which import format_of, quantised_parameters
 from lineate.serving.cache.identity import identity_of
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import Request
@@ -38,9 +38,9 @@ def _without_gradients():
 
 def kept_bytes(model: HybridLM) -> int:
     """Return the bytes that a model's tensors take."""
-    small = small_parameters(model)
-    plain = (x for name, x in model.state_dict().items() if name not in small)
-    return sum(x.nbytes for x in plain) + sum(x.nbytes_kept for x in small.values())
+    quantised = quantised_parameters(model)
+    plain = (x for name, x in model.state_dict().items() if name not in quantised)
+    return sum(x.nbytes for x in plain) + sum(x.nbytes_kept for x in quantised.values())
 
 
 @pytest.mark.cover
@@ -73,11 +73,11 @@ def test_logits_of_every_family(family, tmp_path):
     theirs.save_pretrained(tmp_path)
     plain = HybridLM.from_pretrained(tmp_path, progress=False)
     ids = tokens(2, 40)
-    small = HybridLM.from_pretrained(tmp_path, progress=False, weights="int8")
-    assert format_of(small) == FORMATS["int8"] and small.dtype == torch.float32
-    assert relative(small(ids).logits, plain(ids).logits) < CLOSE["int8"]
+    quantised = HybridLM.from_pretrained(tmp_path, progress=False, weights="int8")
+    assert format_of(quantised) == FORMATS["int8"] and quantised.dtype == torch.float32
+    assert relative(quantised(ids).logits, plain(ids).logits) < CLOSE["int8"]
     shrunk = shrink(plain, "int8")
-    for name, x in small_parameters(small).items():
+    for name, x in quantised_parameters(quantised).items():
         assert torch.equal(x.codes, shrunk.get_parameter(name).codes), name
         assert torch.equal(x.scales, shrunk.get_parameter(name).scales), name
 
@@ -133,9 +133,9 @@ def test_identity_tells_formats_apart():
     model = realistic(sizes("GA"))
     found = {identity_of(model)}
     for form in ALL:
-        small = shrink(copy.deepcopy(model), form)
-        found |= {identity_of(small), identity_of(copy.deepcopy(small).to(torch.bfloat16))}
-        assert identity_of(small) == identity_of(copy.deepcopy(small))
+        quantised = shrink(copy.deepcopy(model), form)
+        found |= {identity_of(quantised), identity_of(copy.deepcopy(quantised).to(torch.bfloat16))}
+        assert identity_of(quantised) == identity_of(copy.deepcopy(quantised))
     assert len(found) == 1 + 2 * len(ALL)
     one, other = (shrink(realistic(sizes("GA"), seed), "int8") for seed in (0, 1))
     assert identity_of(one) != identity_of(other)
@@ -151,8 +151,8 @@ def test_planned_bytes_are_allocated_bytes(form, dtype, tmp_path):
     plan = plan_memory(read_model(tmp_path, dtype, weights=form))
     assert plan.weights == kept_bytes(model)
     if form is not None:
-        model.save_pretrained(tmp_path / "small")  # whose config.json says the format
-        assert plan_memory(read_model(tmp_path / "small")).weights == kept_bytes(model)
+        model.save_pretrained(tmp_path / "quantised")  # whose config.json says the format
+        assert plan_memory(read_model(tmp_path / "quantised")).weights == kept_bytes(model)
         assert plan_memory(read_model(config, weights=form)).model == Model(
             "lineate", config, torch.float32, "config", form
         )
@@ -173,9 +173,11 @@ def test_loss_of_a_large_vocabulary_is_made_in_blocks(monkeypatch):
 
 
 def test_full_training_of_small_weights_is_refused(tmp_path):
-    shrink(HybridLM(sizes("G", vocab_size=256)), "int8").save_pretrained(tmp_path / "small")
+    shrink(HybridLM(sizes("G", vocab_size=256)), "int8").save_pretrained(tmp_path / "quantised")
     (tmp_path / "text.txt").write_text("some words to train on\n" * 50)
-    config = TrainConfig(model=str(tmp_path / "small"), data=(str(tmp_path / "text.txt"),), out=str(tmp_path / "run"))
+    config = TrainConfig(
+        model=str(tmp_path / "quantised"), data=(str(tmp_path / "text.txt"),), out=str(tmp_path / "run")
+    )
     with pytest.raises(ValueError, match=r"weights that can be trained, got .*frozen in int8; train the checkpoint"):
         prepare(config)
     assert not (tmp_path / "run").exists()
@@ -189,7 +191,7 @@ def test_transformers_runs_a_small_model_but_reads_and_writes_none(tmp_path: Pat
     ids = tokens(2, 12)
     wrapped = LineateForCausalLM.from_hybrid(model)
     assert torch.equal(wrapped(ids).logits, model(ids).logits)
-    with pytest.raises(ValueError, match=r"cannot write small weights; use model\.to_hybrid"):
+    with pytest.raises(ValueError, match=r"cannot write quantised weights; use model\.to_hybrid"):
         wrapped.save_pretrained(tmp_path / "theirs")
     wrapped.to_hybrid().save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match=r"cannot read weights of int8; use .*from_hybrid\("):

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from lineate.native.build import available
 from lineate.native.low_precision_matmul import linear
-from lineate.quantised import FORMATS, GROUP, SmallWeight, quantize
-from lineate.quantised.format import decode, encode, from_tiles, to_tiles
+from lineate.quantised import FORMATS, GROUP, QuantisedWeight, quantize
 
 ALL = tuple(FORMATS)
 CODED = ("int8", "int4")
@@ -27,29 +26,30 @@ def relative(made: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("form", CODED)
 @pytest.mark.parametrize("shape", [(16, 32), (1, 32), (40, 96), (3, 20, 64)])
 def test_codes_come_back_from_tiles(form: str, shape: tuple[int, ...]) -> None:
-    bits = FORMATS[form].bits
+    kept = FORMATS[form]
+    bits = kept.bits
     codes = torch.randint(0, 2**bits, shape, dtype=torch.uint8)
     scales = torch.randn(*shape[:-1], shape[-1] // GROUP).half()
-    tiles = to_tiles(codes, scales, bits)
+    tiles = kept.to_tiles(codes, scales)
     assert (tiles[0].shape, tiles[1].shape) == FORMATS[form].shapes(shape)
-    back = from_tiles(*tiles, shape[-2])
+    back = kept.from_tiles(*tiles, shape[-2])
     assert torch.equal(back[0], codes) and torch.equal(back[1], scales)
     wanted = (codes.float() - FORMATS[form].zero) * scales.float().repeat_interleave(GROUP, -1)
-    assert torch.equal(decode(*tiles, shape[-2]), wanted)
+    assert torch.equal(kept.decode(*tiles, shape[-2]), wanted)
 
 
 @pytest.mark.parametrize("form", CODED)
 def test_no_number_is_further_from_its_code_than_half_a_step(form: str) -> None:
-    x = torch.randn(48, 128)
-    codes, scales = encode(x, FORMATS[form])
-    steps = from_tiles(codes, scales, 48)[1].float().abs().repeat_interleave(GROUP, 1)
+    x, kept = torch.randn(48, 128), FORMATS[form]
+    codes, scales = kept.encode(x)
+    steps = kept.from_tiles(codes, scales, 48)[1].float().abs().repeat_interleave(GROUP, 1)
     groups = x.unflatten(1, (-1, GROUP))
     most = 127 if form == "int8" else 7
     if form == "int8":
-        assert ((decode(codes, scales, 48) - x).abs() <= 0.502 * steps).all()
+        assert ((kept.decode(codes, scales, 48) - x).abs() <= 0.502 * steps).all()
     plain = groups.abs().amax(-1, keepdim=True) / most  # 4 bits may clip the largest, if that makes the error smaller
     nearest = (groups / plain).round().clamp(-most - 1, most) * plain
-    assert relative(decode(codes, scales, 48), x) < 0.93 * relative(nearest.flatten(1), x)
+    assert relative(kept.decode(codes, scales, 48), x) < 0.93 * relative(nearest.flatten(1), x)
 
 
 def test_8_bits_that_were_rounded_before_stay() -> None:
@@ -57,8 +57,9 @@ def test_8_bits_that_were_rounded_before_stay() -> None:
     x = torch.randn(480, 128)
     plain = (x.unflatten(1, (-1, GROUP)).abs().amax(-1, keepdim=True) / 127).half().float()
     others = ((x.unflatten(1, (-1, GROUP)) / plain).round() * plain).flatten(1)
-    for once in (decode(*encode(x, FORMATS["int8"]), 480), others):
-        assert torch.equal(decode(*encode(once, FORMATS["int8"]), 480), once)
+    kept = FORMATS["int8"]
+    for once in (kept.decode(*kept.encode(x), 480), others):
+        assert torch.equal(kept.decode(*kept.encode(once), 480), once)
 
 
 @pytest.mark.parametrize("form", CODED)
@@ -70,10 +71,10 @@ def test_c_finds_the_scales_that_torch_finds(
     x[..., 0, :32], x[..., 1, :32] = 0, 1e-9
     x[..., 2, :32] = torch.arange(32) % 3 - 1.0  # many candidates are equally good
     for other in (x, x.transpose(-1, -2).contiguous().transpose(-1, -2)):
-        made = encode(other, FORMATS[form])
+        made = FORMATS[form].encode(other)
         with monkeypatch.context() as without:
-            without.setattr("lineate.quantised.format.available", lambda *subjects: False)
-            wanted = encode(other, FORMATS[form])
+            without.setattr("lineate.quantised.rounding.available", lambda *subjects: False)
+            wanted = FORMATS[form].encode(other)
         assert torch.equal(made[0], wanted[0]) and torch.equal(made[1], wanted[1])
 
 
@@ -99,51 +100,51 @@ def test_zeros_stay_zeros_and_large_numbers_finite(form: str) -> None:
 )
 def test_product_is_that_of_the_decoded_weight(form: str, rows: int, out: int, size: int) -> None:
     x, weight = torch.randn(rows, size), torch.randn(out, size) / size**0.5
-    small = quantize(weight, form)
-    made = F.linear(x, small)
+    quantised = quantize(weight, form)
+    made = F.linear(x, quantised)
     most = {"int4": 0.01, "fp8": 1e-6}.get(form, 1e-4)  # with 4 bits x has 8, with 8 it has 15, and fp8 leaves it
-    assert relative(made, x @ small.decoded().T) < most
+    assert relative(made, x @ quantised.decoded().T) < most
     assert relative(made, x @ weight.T) < ERROR[form]
 
 
 @pytest.mark.skipif(not available(), reason="torch's own products, which run without C, do not promise it")
 @pytest.mark.parametrize("form", (*CODED, "fp8"))
 def test_a_row_has_the_same_bits_in_any_company(form: str) -> None:
-    x, small = torch.randn(29, 160), quantize(torch.randn(70, 160), form)
-    whole = F.linear(x, small)
+    x, quantised = torch.randn(29, 160), quantize(torch.randn(70, 160), form)
+    whole = F.linear(x, quantised)
     for n in (1, 2, 5, 6, 7, 12, 28):
-        assert torch.equal(F.linear(x[:n], small), whole[:n])
+        assert torch.equal(F.linear(x[:n], quantised), whole[:n])
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1 if threads > 1 else 2)
-        assert torch.equal(F.linear(x, small), whole)
+        assert torch.equal(F.linear(x, quantised), whole)
     finally:
         torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("form", (*CODED, "fp8"))
 def test_numbers_that_are_not_finite_show(form: str) -> None:
-    x, small = torch.randn(3, 64), quantize(torch.randn(16, 64), form)
+    x, quantised = torch.randn(3, 64), quantize(torch.randn(16, 64), form)
     x[1, 5], x[2, 9] = torch.nan, torch.inf
-    made = F.linear(x, small)
+    made = F.linear(x, quantised)
     assert made[0].isfinite().all() and made[1].isnan().all() and not made[2].isfinite().any()
 
 
 @pytest.mark.parametrize("form", (*CODED, "fp8"))
 def test_plain_torch_gives_the_same(form: str) -> None:
-    x, small = torch.randn(5, 64), quantize(torch.randn(40, 64), form)
-    exact = F.linear(x.double(), small)  # float64 is multiplied in torch
-    assert relative(exact, x.double() @ small.decoded().double().T) < 1e-6
-    assert relative(F.linear(x, small), exact) < 0.01
+    x, quantised = torch.randn(5, 64), quantize(torch.randn(40, 64), form)
+    exact = F.linear(x.double(), quantised)  # float64 is multiplied in torch
+    assert relative(exact, x.double() @ quantised.decoded().double().T) < 1e-6
+    assert relative(F.linear(x, quantised), exact) < 0.01
 
 
 @pytest.mark.parametrize("form", ALL)
 def test_the_input_has_a_gradient(form: str) -> None:
     x = torch.randn(2, 3, 64, requires_grad=True)
-    small, bias = quantize(torch.randn(48, 64), form), torch.randn(48, requires_grad=True)
-    y = F.linear(x, small, bias)
+    quantised, bias = quantize(torch.randn(48, 64), form), torch.randn(48, requires_grad=True)
+    y = F.linear(x, quantised, bias)
     dx, dbias = torch.autograd.grad(y, (x, bias), torch.ones_like(y))
-    assert relative(dx, small.decoded().sum(0).expand(2, 3, 64)) < 1e-5
+    assert relative(dx, quantised.decoded().sum(0).expand(2, 3, 64)) < 1e-5
     assert torch.equal(dbias, torch.full((48,), 6.0))
 
 
@@ -156,7 +157,7 @@ def test_a_linear_layer_keeps_its_class(form: str, run: Callable[..., Tensor]) -
     with torch.no_grad():
         wanted = layer(x)
         assert relative(run(x, layer.weight, layer.bias), wanted) < 1e-5
-    assert isinstance(layer.weight, SmallWeight) and isinstance(layer.weight, nn.Parameter)
+    assert isinstance(layer.weight, QuantisedWeight) and isinstance(layer.weight, nn.Parameter)
     twin = copy.deepcopy(layer)
     assert twin.weight.codes.data_ptr() != layer.weight.codes.data_ptr()
     with torch.no_grad():
@@ -171,26 +172,26 @@ def test_a_linear_layer_keeps_its_class(form: str, run: Callable[..., Tensor]) -
 
 @pytest.mark.parametrize("form", ALL)
 def test_embedding_looks_up_rows(form: str) -> None:
-    small = quantize(torch.randn(50, 64), form)
+    quantised = quantize(torch.randn(50, 64), form)
     ids = torch.randint(0, 50, (2, 7))
-    assert torch.equal(F.embedding(ids, small), small.decoded()[ids])
+    assert torch.equal(F.embedding(ids, quantised), quantised.decoded()[ids])
 
 
 @pytest.mark.parametrize("form", ALL)
 def test_one_expert_of_many(form: str) -> None:
-    small = quantize(torch.randn(3, 24, 64), form)
-    one = small[1]
-    assert isinstance(one, SmallWeight) and torch.equal(one.decoded(), small.decoded()[1])
-    assert one.codes.data_ptr() != small.codes.data_ptr() and one.codes._is_view()
+    quantised = quantize(torch.randn(3, 24, 64), form)
+    one = quantised[1]
+    assert isinstance(one, QuantisedWeight) and torch.equal(one.decoded(), quantised.decoded()[1])
+    assert one.codes.data_ptr() != quantised.codes.data_ptr() and one.codes._is_view()
 
 
 @pytest.mark.parametrize("form", ALL)
 def test_bytes(form: str) -> None:
-    small = quantize(torch.randn(40, 96), form)
-    assert small.nbytes_kept == FORMATS[form].nbytes((40, 96))
+    quantised = quantize(torch.randn(40, 96), form)
+    assert quantised.nbytes_kept == FORMATS[form].nbytes((40, 96))
     wanted = {"bfloat16": 2 * 40 * 96, "float16": 2 * 40 * 96, "int8": 48 * 3 * 34, "int4": 48 * 3 * 18}
     wanted["fp8"] = 48 * (96 + 4)
-    assert small.nbytes_kept == wanted[form]
+    assert quantised.nbytes_kept == wanted[form]
 
 
 @pytest.mark.parametrize("form", ALL)
@@ -203,12 +204,12 @@ def test_it_compiles_whole(form: str) -> None:
 
 
 def test_other_functions_see_the_values_and_none_changes_them() -> None:
-    small = quantize(torch.randn(16, 32), "int8")
-    assert torch.equal(small + 1, small.decoded() + 1)
+    quantised = quantize(torch.randn(16, 32), "int8")
+    assert torch.equal(quantised + 1, quantised.decoded() + 1)
     with pytest.raises(RuntimeError, match="frozen"):
-        small.mul_(2)
+        quantised.mul_(2)
     with pytest.raises(RuntimeError, match="only overwritten by one of its own format"):
-        small.copy_(quantize(torch.randn(16, 32), "int4"))
+        quantised.copy_(quantize(torch.randn(16, 32), "int4"))
 
 
 def test_a_weight_that_does_not_fit_is_refused() -> None:
@@ -225,8 +226,8 @@ def test_a_weight_that_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize(("out", "size"), [(41, 1120), (600, 64)])
 def test_many_columns_and_many_rows_of_a_weight(form: str, out: int, size: int) -> None:
     """Products take columns in spans and rows in runs, whose number depends on how many rows x has."""
-    x, small = torch.randn(14, size), quantize(torch.randn(out, size) / size**0.5, form)
-    whole = F.linear(x, small)
-    assert relative(whole, x @ small.decoded().T) < (0.01 if form == "int4" else 1e-4)
+    x, quantised = torch.randn(14, size), quantize(torch.randn(out, size) / size**0.5, form)
+    whole = F.linear(x, quantised)
+    assert relative(whole, x @ quantised.decoded().T) < (0.01 if form == "int4" else 1e-4)
     for n in (1, 2, 3, 4, 7):
-        assert torch.equal(F.linear(x[:n], small), whole[:n])
+        assert torch.equal(F.linear(x[:n], quantised), whole[:n])

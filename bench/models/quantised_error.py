@@ -1,6 +1,6 @@
 """How far weights of 8 and 4 bits take a model from its float32 self: random models, and trained ones.
 
-    python -m bench.models.small_error [--model compact] [--steps N] [--json FILE]
+    python -m bench.models.quantised_error [--model compact] [--steps N] [--json FILE]
 
 `lineate train` makes the trained models, byte by byte, without a tenth of the files, and they are kept in a folder: one
 of 3.5 million parameters from this repository's own text, and one of 50 million (compact), which needs a GPU, from
@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.models.small_model import draw_weights, shrink
-from bench.models.small_tables import trained_table
+from bench.models.quantised_model import draw_weights, shrink
+from bench.models.quantised_tables import trained_table
 from lineate.generation import generate
 from lineate.models import HybridConfig, HybridLM
 from lineate.models.presets import compact, small, tiny
@@ -47,7 +47,7 @@ RANDOM: dict[str, Callable[[], HybridConfig]] = {
 
 
 def smaller(model: HybridLM, form: str) -> HybridLM:
-    """Return a copy of a model with small weights."""
+    """Return a copy of a model with quantised weights."""
     return shrink(copy.deepcopy(model), form)
 
 
@@ -168,7 +168,7 @@ def same_until(a: Tensor, b: Tensor) -> Tensor:
 def trained_errors(
     model: HybridLM, held_out: bytes, forms: list[str], rows: int = 64, tokens: int = 2000
 ) -> list[dict[str, Any]]:
-    """Compare small weights with float32 on held-out text; one row a form, that of float32 first.
+    """Compare quantised weights with float32 on held-out text; one row a form, that of float32 first.
 
     - text: the part of all positions of held-out rows at which the likeliest next byte is the same (teacher-forced).
     - own: the same over `tokens` tokens that float32 itself has chosen after held-out prompts.
@@ -209,9 +209,9 @@ def main() -> None:
     parser.add_argument("--model", choices=TRAINED, default="compact")
     parser.add_argument("--steps", type=int, help="of training")
     parser.add_argument("--forms", nargs="+", default=["bfloat16", "fp8", "int8", "int4"])
-    parser.add_argument("--folder", type=Path, default=Path("bench/out/small-weights"), help="where files are kept")
+    parser.add_argument("--folder", type=Path, default=Path("bench/out/quantised-weights"), help="where files are kept")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, default=Path("bench/out/small-error.json"))
+    parser.add_argument("--json", type=Path, default=Path("bench/out/quantised-error.json"))
     args = parser.parse_args()
     steps = args.steps or TRAINED[args.model].steps
     model, held_out, seconds = trained_model(args.folder, steps, args.model)

@@ -1,8 +1,8 @@
 """Products of a few rows with a weight of 8 or 4 bits, with what a block does around them; decoded weights.
 
-Rows of 16 bits on Hopper go to the tensor cores (hopper/small_rows.py), up to MOST_ROWS of them. Others are multiplied
-one by one on the ordinary cores (small.py), up to MOST_PORTABLE_ROWS. More rows are multiplied by a decoded weight, or,
-if the caller asks for it, rounded to float8 and multiplied by a weight of float8 as it is.
+Rows of 16 bits on Hopper go to the tensor cores (hopper/quantised_rows.py), up to MOST_ROWS of them. Others are
+multiplied one by one on the ordinary cores (quantised.py), up to MOST_PORTABLE_ROWS. More rows are multiplied by a
+decoded weight, or, if the caller asks for it, rounded to float8 and multiplied by the float8 numbers of a weight.
 """
 
 from typing import NamedTuple
@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.kernels.coded import CodedKernel
 from lineate.kernels.launching import ceil_div, is_hopper, multiprocessors, next_power, overlap_options, start
-from lineate.kernels.layers import small as kernels
+from lineate.kernels.layers import quantised as kernels
 from lineate.kernels.layers.ops import KERNEL_DTYPES, SIZES
 from lineate.kernels.layers.products import WIDEST, Convolution, Norm
 
@@ -32,15 +33,17 @@ class Codes(NamedTuple):
         codes: `tiles groups bits 16 4`, or `experts tiles ...`.
         scales: `tiles groups 16`, or `experts tiles ...`; float16, or float32 for fp8.
         rows: Of the weight.
+        kernel: Of the format: what the codes are.
     """
 
     codes: Tensor
     scales: Tensor
     rows: int
+    kernel: CodedKernel
 
     @property
     def bits(self) -> int:
-        return self.codes.shape[-3]
+        return self.kernel.bits
 
     @property
     def columns(self) -> int:
@@ -48,7 +51,7 @@ class Codes(NamedTuple):
 
     @property
     def floating(self) -> bool:
-        return self.scales.dtype is torch.float32
+        return self.kernel.float8
 
 
 def uses_tensor_cores(x: Tensor) -> bool:
@@ -155,7 +158,7 @@ def _launch(
     tensors = words, weight.scales, x, scale, experts, bias, residual, taps, past, y
     with torch.cuda.device_of(x):
         if uses_tensor_cores(x):
-            from lineate.kernels.hopper.small_rows import multiply_small_rows
+            from lineate.kernels.hopper.quantised_rows import multiply_quantised_rows
 
             assert norm is None or rows == 1
             # The number of experts' rows must not choose the shape: a row's sums would be added in another order.
@@ -163,19 +166,19 @@ def _launch(
             shape = _shape(1 if experts is not None else rows, weight, alone)
             warps = shape["WK"] * shape["WM"]
             grid = ceil_div(n, (16 if gated else 32) * shape["WM"]) * parts, 1 if experts is None else rows
-            start(multiply_small_rows, grid)(
+            start(multiply_quantised_rows, grid)(
                 *tensors, 1 if experts is not None else rows, eps, **shape, SPLIT=parts, **constants, num_warps=warps
             )
         else:
             block = min(512, next_power(k // 32 * bits))
-            start(kernels.multiply_small, (ceil_div(n, 16), rows))(
+            start(kernels.multiply_quantised, (ceil_div(n, 16), rows))(
                 *tensors, eps, **constants, BP=block, BK=next_power(k), num_warps=max(1, min(8, block // 64))
             )
     return y
 
 
 def _shape(rows: int, weight: Codes, alone: bool) -> dict[str, int]:
-    """Return how multiply_small_rows shares the work of so many rows: see there.
+    """Return how multiply_quantised_rows shares the work of so many rows: see there.
 
     alone: whether each program has a multiprocessor to itself.
 
@@ -211,7 +214,7 @@ def _shape(rows: int, weight: Codes, alone: bool) -> dict[str, int]:
 
 def decoded(weight: Codes, dtype: torch.dtype, first: int = 0, tiles: int | None = None) -> Tensor:
     """Return the rows of so many tiles from tile `first` on, `rows k`; None: all, of all experts if there are any."""
-    flat = Codes(weight.codes.flatten(0, -5), weight.scales.flatten(0, -3), weight.rows)
+    flat = Codes(weight.codes.flatten(0, -5), weight.scales.flatten(0, -3), weight.rows, weight.kernel)
     k = weight.columns
     if weight.codes.dim() == 6:
         each = weight.codes.shape[1]
@@ -228,7 +231,7 @@ def _decode(weight: Codes, y: Tensor, first: int) -> None:
     rows, k = y.shape
     block = min(512, next_power(k))
     with torch.cuda.device_of(y):
-        start(kernels.decode_small, (ceil_div(rows, 16), ceil_div(k, block)))(
+        start(kernels.decode_quantised, (ceil_div(rows, 16), ceil_div(k, block)))(
             weight.codes, weight.scales, y, first, rows, K=k, BITS=weight.bits, FP8=weight.floating,
             BK=block, num_warps=max(1, min(8, block // 64)),
         )  # fmt: skip
@@ -241,7 +244,7 @@ def decoded_rows(weight: Codes, ids: Tensor, dtype: torch.dtype) -> Tensor:
     block = min(1024, next_power(k))
     if y.numel():
         with torch.cuda.device_of(y):
-            start(kernels.decode_small_rows, (ids.numel(), ceil_div(k, block)))(
+            start(kernels.decode_quantised_rows, (ids.numel(), ceil_div(k, block)))(
                 weight.codes, weight.scales, ids.contiguous(), y, N=weight.rows, K=k,
                 BITS=weight.bits, FP8=weight.floating, BK=block, num_warps=4, **overlap_options(ids.device),
             )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import nn
 from lineate.decoding import Decoder
 from lineate.layers import MixtureOfExperts
 from lineate.models import AttentionConfig, ExpertsConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig
-from lineate.quantised import SmallWeight, quantize
+from lineate.quantised import QuantisedWeight, quantize
 
 pytestmark = pytest.mark.gpu
 VOCAB = 97
@@ -32,7 +32,7 @@ CASES = {
 
 @torch.no_grad()
 def make_small(model: nn.Module, form: str) -> nn.Module:
-    """Make the large weights of a model small, where their columns allow it."""
+    """Make the large weights of a model quantised, where their columns allow it."""
     for name, module in model.named_modules():
         own = ["weight"] if name.rpartition(".")[2] in SMALL else []
         own += ["experts_gate_up", "experts_down"] if isinstance(module, MixtureOfExperts) else []
@@ -40,7 +40,7 @@ def make_small(model: nn.Module, form: str) -> nn.Module:
             x = getattr(module, each)
             if x.shape[-1] % 32 == 0:
                 setattr(module, each, nn.Parameter(quantize(x, form), requires_grad=False))
-    assert sum(isinstance(x, SmallWeight) for x in model.parameters()) >= 6
+    assert sum(isinstance(x, QuantisedWeight) for x in model.parameters()) >= 6
     return model
 
 

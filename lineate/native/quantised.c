@@ -1,4 +1,4 @@
-// x weight^T for weights of 8 or 4 bits, on a CPU: the layout of lineate/small.
+// x weight^T for weights of 8 or 4 bits, on a CPU: the layout of lineate/quantised.
 //
 //   weight_rc = scale_rg (code_rc - zero)     g = c / 32, zero = 128 for 8 bits, 8 for 4
 //   x_c      ~= scale_g q_c                   q has 8 bits with a sign, or 15: 128 h + l, two planes of 8 bits
@@ -11,7 +11,7 @@
 // a processor multiplies as many as it has in a register with 4 numbers of x. With 4 bits a byte has a code of step s in
 // its low half, and one of step s + 4 in its high half.
 //
-// ARM processors with dot products of bytes have their own products, in small_neon.h.
+// ARM processors with dot products of bytes have their own products, in quantised_neon.h.
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -101,7 +101,7 @@ INLINE vec widen(const uint16_t *x) {
 INLINE vec to_float(ints x) { return __builtin_convertvector(x, vec); }
 
 #if defined(__ARM_NEON) && defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
-#include "small_neon.h"
+#include "quantised_neon.h"
 #else
 // ---- x as integers -------------------------------------------------------------------------------------------------
 
@@ -260,12 +260,12 @@ INLINE void multiply_unit(const Rounded *w, i64 unit, int bits, int planes) {
     }
 }
 
-INLINE i64 unit_tiles(const Small *a) { return TILES; }
+INLINE i64 unit_tiles(const Quantised *a) { return TILES; }
 #endif
 
 // ---- a call --------------------------------------------------------------------------------------------------------
 
-void lineate_small_round(const void *rounded, i64 row) {
+void lineate_quantised_round(const void *rounded, i64 row) {
     const Rounded *w = rounded;
     if (w->call.planes == 0) return;  // float8: x stays as it is
     if (w->call.bits == 16)
@@ -276,12 +276,12 @@ void lineate_small_round(const void *rounded, i64 row) {
         for (i64 g = 0; g < w->groups; g++) round_group(w, row, g, 1);
 }
 
-i64 lineate_small_units(const Small *a) {
+i64 lineate_quantised_units(const Quantised *a) {
     if (a->bits == 16) return lineate_halves_units(a->out);
     return blocks(blocks(a->out, TILE), unit_tiles(a));
 }
 
-void lineate_small_columns(const Small *a, i64 unit, i64 *first, i64 *last) {
+void lineate_quantised_columns(const Quantised *a, i64 unit, i64 *first, i64 *last) {
     if (a->bits == 16) {
         lineate_halves_columns(a->out, unit, first, last);
         return;
@@ -290,7 +290,7 @@ void lineate_small_columns(const Small *a, i64 unit, i64 *first, i64 *last) {
     *first = unit * columns, *last = least(*first + columns, a->out);
 }
 
-void lineate_small_unit(const void *rounded, i64 unit) {
+void lineate_quantised_unit(const void *rounded, i64 unit) {
     const Rounded *w = rounded;
     if (w->call.bits == 16) {
         lineate_halves_unit(w, unit);
@@ -304,31 +304,31 @@ void lineate_small_unit(const void *rounded, i64 unit) {
     else multiply_unit(w, unit, 8, 1);
 }
 
-i64 lineate_small_scratch(i64 rows, i64 size) {
+i64 lineate_quantised_scratch(i64 rows, i64 size) {
     return rows * (2 * size + size / GROUP * (i64)(sizeof(float) + sizeof(int32_t))) + 64;
 }
 
-Rounded lineate_small_place(const Small *a, void *scratch) {
+Rounded lineate_quantised_place(const Quantised *a, void *scratch) {
     const i64 groups = a->size / GROUP, numbers = a->rows * groups;
     int8_t *q = scratch;
     float *scale = (float *)(q + numbers * (a->bits == 16 ? 2 : a->planes) * GROUP);
     return (Rounded){*a, groups, q, scale, (int32_t *)(scale + numbers)};
 }
 
-int lineate_small(const Small *a) {
+int lineate_quantised(const Quantised *a) {
     if (a->bits == 16 && !lineate_halves_serve(a->rows, a->size)) return NOT_SERVED;
-    char *scratch = malloc(lineate_small_scratch(a->rows, a->size));
+    char *scratch = malloc(lineate_quantised_scratch(a->rows, a->size));
     if (!scratch) return NO_MEMORY;
-    const Rounded w = lineate_small_place(a, scratch);
-    lineate_spread(lineate_small_round, &w, a->rows, a->rows * a->size, a->threads);
-    lineate_spread(lineate_small_unit, &w, lineate_small_units(a), a->out * a->size, a->threads);
+    const Rounded w = lineate_quantised_place(a, scratch);
+    lineate_spread(lineate_quantised_round, &w, a->rows, a->rows * a->size, a->threads);
+    lineate_spread(lineate_quantised_unit, &w, lineate_quantised_units(a), a->out * a->size, a->threads);
     free(scratch);
     return 0;
 }
 
 // ---- rows of a weight ----------------------------------------------------------------------------------------------
 
-typedef struct {  // filled in by small.py
+typedef struct {  // filled in by quantised.py
     i64 count, size, bits;
     const i64 *ids;        // count
     const uint8_t *codes;  // tiles groups steps 16 4
@@ -336,7 +336,7 @@ typedef struct {  // filled in by small.py
     float *y;  // count size: the numbers of these rows
 } Rows;
 
-void lineate_small_row(const Small *a, i64 row, float *to) {
+void lineate_quantised_row(const Quantised *a, i64 row, float *to) {
     const i64 groups = a->size / GROUP, tile = row / TILE, own = row % TILE;
     const int32_t zero = a->bits == 4 ? 8 : 128;
     for (i64 g = 0; g < groups; g++) {
@@ -353,8 +353,8 @@ void lineate_small_row(const Small *a, i64 row, float *to) {
     }
 }
 
-int lineate_small_rows(const Rows *a) {
-    const Small weight = {.size = a->size, .bits = a->bits, .codes = a->codes, .scales = a->scales};
-    for (i64 i = 0; i < a->count; i++) lineate_small_row(&weight, a->ids[i], a->y + i * a->size);
+int lineate_quantised_rows(const Rows *a) {
+    const Quantised weight = {.size = a->size, .bits = a->bits, .codes = a->codes, .scales = a->scales};
+    for (i64 i = 0; i < a->count; i++) lineate_quantised_row(&weight, a->ids[i], a->y + i * a->size);
     return 0;
 }

@@ -1,6 +1,6 @@
-"""The tables of bench.models.small_weights, from its JSON.
+"""The tables of bench.models.quantised_weights, from its JSON.
 
-python -m bench.models.small_tables FILE
+python -m bench.models.quantised_tables FILE
 """
 
 import json
@@ -97,7 +97,7 @@ def read_table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 
 
 def error_tables(data: dict[str, Any]) -> None:
-    """Print what small weights change."""
+    """Print what quantised weights change."""
     rows = data["random_models"]
     forms = [key for key in rows[0] if key not in ("model", "parameters")]
     table = [
@@ -109,7 +109,7 @@ def error_tables(data: dict[str, Any]) -> None:
 
 
 def trained_table(data: dict[str, Any]) -> None:
-    """Print what small weights change in a trained model."""
+    """Print what quantised weights change in a trained model."""
     first, *others = data["trained_model"]
     table = [["float32", "", "", "", "", "", f"{first['perplexity']:.4f}", ""]]
     for row in others:

@@ -1,4 +1,4 @@
-"""Small weights in files: reading them from any layout, writing them, damaged files, and memory."""
+"""Quantised weights in files: reading them from any layout, writing them, damaged files, and memory."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_weights import EXPERTS, realistic, sizes, tokens
+from quantised_weights import EXPERTS, realistic, sizes, tokens
 from torch import Tensor
 
 from lineate.models import HybridLM, preset
@@ -20,17 +20,16 @@ from lineate.models.files.loading import MismatchError
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.hybrid import empty_model, save_pretrained
 from lineate.models.inspect import describe, rows
-from lineate.quantised import FORMATS, SmallWeight, quantize, shrink, small_formats
-from lineate.quantised.format import from_tiles, round_to_codes
-from lineate.quantised.which import format_of, small_parameters
+from lineate.quantised import FORMATS, QuantisedWeight, quantised_formats, quantize, shrink
+from lineate.quantised.which import format_of, quantised_parameters
 
 ALL = tuple(FORMATS)
 CODED = ("int8", "int4", "fp8")
 
 
-def same_small(one: Tensor, other: Tensor) -> bool:
+def same_quantised(one: Tensor, other: Tensor) -> bool:
     """Whether two weights have the same codes and scales."""
-    assert isinstance(one, SmallWeight) and isinstance(other, SmallWeight)
+    assert isinstance(one, QuantisedWeight) and isinstance(other, QuantisedWeight)
     if one.scales is None or other.scales is None:
         return one.scales is other.scales and torch.equal(one.codes, other.codes)
     return torch.equal(one.codes, other.codes) and torch.equal(one.scales, other.scales)
@@ -40,7 +39,7 @@ def same_models(one: HybridLM, other: HybridLM) -> bool:
     """Whether all tensors of two models have the same bits."""
     theirs = other.state_dict()
     return all(
-        same_small(x, theirs[name]) if isinstance(x, SmallWeight) else torch.equal(x, theirs[name])
+        same_quantised(x, theirs[name]) if isinstance(x, QuantisedWeight) else torch.equal(x, theirs[name])
         for name, x in one.state_dict().items()
     )
 
@@ -68,10 +67,10 @@ def test_saved_and_read_back_to_the_same_bits(form, max_shard_bytes, tmp_path):
 def test_tied_embeddings_stay_tied(form, tmp_path):
     model = realistic(sizes("GA"))
     model.save_pretrained(tmp_path / "plain")
-    small = HybridLM.from_pretrained(tmp_path / "plain", progress=False, weights=form)
-    assert small.head is None and isinstance(small.embed.weight, SmallWeight)
-    small.save_pretrained(tmp_path / "small")
-    assert not [name for name in Checkpoint.open(tmp_path / "small").entries if name.startswith("head")]
+    quantised = HybridLM.from_pretrained(tmp_path / "plain", progress=False, weights=form)
+    assert quantised.head is None and isinstance(quantised.embed.weight, QuantisedWeight)
+    quantised.save_pretrained(tmp_path / "quantised")
+    assert not [name for name in Checkpoint.open(tmp_path / "quantised").entries if name.startswith("head")]
 
 
 def test_the_entries_of_a_file(tmp_path):
@@ -86,23 +85,23 @@ def test_the_entries_of_a_file(tmp_path):
 
 def test_dtypes_of_what_is_not_small(tmp_path):
     realistic(sizes("GA")).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
-    small = HybridLM.from_pretrained(tmp_path / "plain", progress=False, weights="int8")
-    assert (small.dtype, small.norm.weight.dtype, small.layers[0].mixer.A_log.dtype) == (torch.float32,) * 3
+    quantised = HybridLM.from_pretrained(tmp_path / "plain", progress=False, weights="int8")
+    assert (quantised.dtype, quantised.norm.weight.dtype, quantised.layers[0].mixer.A_log.dtype) == (torch.float32,) * 3
     half = HybridLM.from_pretrained(tmp_path / "plain", progress=False, weights="int8", dtype="bfloat16")
     assert half.dtype == half.norm.weight.dtype == torch.bfloat16
     assert half.layers[0].mixer.A_log.dtype == torch.float32
-    assert same_small(half.embed.weight, small.embed.weight)
+    assert same_quantised(half.embed.weight, quantised.embed.weight)
     half.save_pretrained(tmp_path / "half")
     again = HybridLM.from_pretrained(tmp_path / "half", progress=False)
     assert again.dtype == torch.bfloat16 and same_models(again, half)
     assert HybridLM.from_pretrained(tmp_path / "half", progress=False, dtype="float32").dtype == torch.float32
     plain = HybridLM.from_pretrained(tmp_path / "plain", progress=False, weights="bfloat16", dtype="bfloat16")
-    assert format_of(plain) is None  # the format of all tensors is no small one
+    assert format_of(plain) is None  # the format of all tensors is no quantised one
 
 
 @pytest.mark.parametrize("other", ALL)
 @pytest.mark.parametrize("form", CODED)
-def test_a_small_folder_in_another_format(form, other, tmp_path, monkeypatch):
+def test_a_quantised_folder_in_another_format(form, other, tmp_path, monkeypatch):
     monkeypatch.setattr("lineate.models.files.filling.AT_ONCE", 4096)
     model = shrink(realistic(sizes("G", experts=EXPERTS, tie_embeddings=False)), form)
     model.save_pretrained(tmp_path)
@@ -122,8 +121,8 @@ def test_what_inspect_says(form, tmp_path):
     model = shrink(realistic(sizes("GA")), form)
     model.save_pretrained(tmp_path)
     found = describe(tmp_path)
-    kept = sum(x.nbytes_kept for x in small_parameters(model).values())
-    plain = sum(x.nbytes for x in model.state_dict().values() if not isinstance(x, SmallWeight))
+    kept = sum(x.nbytes_kept for x in quantised_parameters(model).values())
+    plain = sum(x.nbytes for x in model.state_dict().values() if not isinstance(x, QuantisedWeight))
     assert (found.weights, found.problem, found.bytes_on_disk) == (form, None, kept + plain)
     assert found.weight_bytes["fp8" if form == "fp8" else FORMATS[form].bits] == kept + plain
     assert list(found.weight_bytes) == [16, 8, 4, "fp8"]
@@ -241,18 +240,18 @@ def test_codes_of_the_same_format_are_taken_as_they_are(form, at_once, tmp_path,
         Piece("x", (40, 64), (slice(44, 49),), (35, 40)),
     ]
     made = allocate("head.weight", torch.empty(49, 64, device="meta"), torch.float32, "cpu", FORMATS[form])
-    assert isinstance(made, SmallWeight) and made.scales is not None
+    assert isinstance(made, QuantisedWeight) and made.scales is not None
     read: list[int] = []
     fill(checkpoint, pieces, made, read.append)
     assert sum(read) == 49 * 64 * 4
-    codes, scales = from_tiles(made.codes, made.scales, 49)
-    rounded = round_to_codes(y, FORMATS[form])
+    codes, scales = FORMATS[form].from_tiles(made.codes, made.scales, 49)
+    rounded = FORMATS[form].to_codes(y)
     for found, wanted, own in zip((codes, scales), stored, rounded, strict=True):
         assert torch.equal(found, torch.cat([wanted[10:30], own, wanted[35:]]))
     other = "int4" if form == "int8" else "int8"
     made = allocate("head.weight", torch.empty(49, 64, device="meta"), torch.float32, "cpu", FORMATS[other])
     fill(checkpoint, pieces, made)  # of another format: the values are rounded
-    assert same_small(made, quantize(torch.cat([x[10:30], y, x[35:]]), other))
+    assert same_quantised(made, quantize(torch.cat([x[10:30], y, x[35:]]), other))
 
 
 def _turned(block: Tensor) -> Tensor:
@@ -303,7 +302,7 @@ def test_every_layout_is_rounded_to_the_same_bits(layout, form, dtype, tmp_path,
     save(tmp_path, tensors, {})
     made = allocate("head.weight", torch.empty(shape, device="meta"), torch.float32, "cpu", FORMATS[form])
     fill(Checkpoint.open(tmp_path), pieces, made)
-    assert same_small(made, quantize(x.float(), form))
+    assert same_quantised(made, quantize(x.float(), form))
 
 
 # Memory
@@ -312,9 +311,9 @@ MEASURE = """
 import os, re, sys, torch
 from lineate.models import HybridLM
 from lineate.models.quantizing import quantize_checkpoint
-from lineate.quantised.format import FORMATS, encode
+from lineate.quantised.format import FORMATS
 torch.zeros(4, 4) @ torch.zeros(4, 4)
-encode(torch.zeros(16, 32), FORMATS["int4"])
+FORMATS["int4"].encode(torch.zeros(16, 32))
 pages = int(open("/proc/self/statm").read().split()[1])
 before = pages * os.sysconf("SC_PAGE_SIZE")
 if len(sys.argv) == 4:
@@ -338,8 +337,10 @@ def make_large(folder: Path, layers: int, vocab: int) -> tuple[int, int]:
     empty = empty_model(config)
     tensors = {name: torch.ones(1).expand(x.shape) for name, x in empty.state_dict().items()}
     save(folder, tensors, {"model_type": "lineate", **config.to_dict()})
-    small = small_formats(empty, "int8")
-    kept = sum(small[name].nbytes(tuple(x.shape)) if name in small else 4 * x.numel() for name, x in tensors.items())
+    quantised = quantised_formats(empty, "int8")
+    kept = sum(
+        quantised[name].nbytes(tuple(x.shape)) if name in quantised else 4 * x.numel() for name, x in tensors.items()
+    )
     return sum(4 * x.numel() for x in tensors.values()), kept
 
 
@@ -350,13 +351,13 @@ def make_large(folder: Path, layers: int, vocab: int) -> tuple[int, int]:
     ids=["many layers", "a large embedding"],
 )
 def test_memory_grows_by_what_stays_and_one_block(layers, vocab, tmp_path):
-    plain, small = make_large(tmp_path / "plain", layers, vocab)
+    plain, quantised = make_large(tmp_path / "plain", layers, vocab)
     block = 60 * 2**20  # 2^22 numbers in float32, their codes, what rounding 2^18 of them takes, what malloc keeps
     loaded = grown(tmp_path / "plain", "int8")
-    rewritten = grown(tmp_path / "plain", "int8", tmp_path / "small")
-    print(f"{plain / 1e6:.0f} MB, {small / 1e6:.0f} MB small: {loaded / 1e6:.0f} MB loading")
+    rewritten = grown(tmp_path / "plain", "int8", tmp_path / "quantised")
+    print(f"{plain / 1e6:.0f} MB, {quantised / 1e6:.0f} MB quantised: {loaded / 1e6:.0f} MB loading")
     print(f"{rewritten / 1e6:.0f} MB rewriting")
-    assert plain > small + block  # so that a second copy would be noticed
-    assert loaded < small + block
+    assert plain > quantised + block  # so that a second copy would be noticed
+    assert loaded < quantised + block
     largest = FORMATS["int8"].nbytes((vocab, preset("small").hidden_size))  # of the tensors that are written
     assert rewritten < largest + block
