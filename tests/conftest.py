@@ -18,11 +18,11 @@ import zlib
 from collections import defaultdict
 from pathlib import Path
 
-import browser_install
-import interpreter
 import pytest
 import torch
-from covers import mark_slow
+
+from tests.support import browser_install, interpreter
+from tests.support.covers import mark_slow
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -5,7 +5,8 @@ from io import BytesIO
 from xml.etree import ElementTree
 
 import pytest
-from few import few
+
+from tests.support.few import few
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("typer")

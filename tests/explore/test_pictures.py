@@ -5,10 +5,11 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import fields, replace
 from pathlib import Path
 
-import fresh
 import pytest
 import torch
-from few import few
+
+from tests.support import fresh
+from tests.support.few import few
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("typer")

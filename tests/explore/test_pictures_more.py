@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from few import few
 
 from lineate.explore import forgetting, lengths, load, memories, pictures, subject
 from lineate.explore.command import make
@@ -17,6 +16,7 @@ from lineate.explore.memories import DEMO_RULES, FIXED_SIZE, RecallSetting
 from lineate.explore.pictures import PictureOptions
 from lineate.models import HybridLM
 from lineate.models.presets import preset
+from tests.support.few import few
 
 pytest.importorskip("matplotlib", reason="pictures are drawn with it")
 

@@ -9,11 +9,12 @@ What axe-core finds is asked for where it is there; it is not a part of the repo
 from pathlib import Path
 
 import pytest
-from browser import Window
-from chat_page import focused, walk
-from explore_page import answers, asked, steps, tiny_texts, write
-from few import few
-from page_checks import CONTRAST
+
+from tests.support.browser import Window
+from tests.support.chat_page import focused, walk
+from tests.support.explore_page import answers, asked, steps, tiny_texts, write
+from tests.support.few import few
+from tests.support.page_checks import CONTRAST
 
 AXE = Path(__file__).parents[2] / "out" / "axe" / "axe.min.js"
 VIEWS = ("memory", "model", "learning", "plan", "lessons")

@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("typer")
 
 import httpx
-from live_server import until
 from typer.testing import CliRunner
 
 from lineate.cli import build_app
+from tests.support.live_server import until
 
 
 def test_it_serves_until_it_is_interrupted():

@@ -4,16 +4,16 @@ import base64
 import io
 
 import pytest
-from browser import Window
-from chat_page import walk
-from explore_page import SIZES
-from few import few
 from PIL import Image
 
 import lineate
 from lineate.explore.live import lessons_view
 from lineate.learn.lesson import run
 from lineate.learn.lessons import all_lessons
+from tests.support.browser import Window
+from tests.support.chat_page import walk
+from tests.support.explore_page import SIZES
+from tests.support.few import few
 
 LESSONS = all_lessons()
 REFUSED = "Failed to load resource"

@@ -3,11 +3,11 @@
 import re
 
 import pytest
-from explore_page import NO_NUMBER, SIZES, answers, asked, clear, steps, write
-from few import few
 from PIL import Image
 
 from lineate.planning import HARDWARE, from_numbers, plan_memory, time_bounds, variants
+from tests.support.explore_page import NO_NUMBER, SIZES, answers, asked, clear, steps, write
+from tests.support.few import few
 
 
 def drag(page, name, value):

@@ -3,10 +3,11 @@
 import re
 
 import pytest
-from chat_page import REFUSED
-from explore_page import SIZES
-from few import few
 from PIL import Image
+
+from tests.support.chat_page import REFUSED
+from tests.support.explore_page import SIZES
+from tests.support.few import few
 
 
 def summary(page, *words):

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from few import few
 from torch import Tensor
 
 from lineate.generation import choice
 from lineate.generation.choice import Draws, Sampling, choose_tokens, log_probabilities
 from lineate.generation.drawing import gumbel_noise
 from lineate.native.build import available
+from tests.support.few import few
 
 OPTIONS = (
     Sampling(temperature=0),

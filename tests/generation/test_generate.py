@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from few import few
 
 from lineate.generation import Sampling, generate
 from lineate.layers import Memory
 from lineate.models import HybridLM, ModelState, preset
+from tests.support.few import few
 
 VOCAB = 97
 

@@ -4,9 +4,10 @@ import copy
 import json
 from dataclasses import replace
 
-import families
 import pytest
 import torch
+
+from tests.support import families
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,8 +8,6 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers_models import MODELS, NAMES, VOCAB, apart, build, call, gradients, split, tokens  # noqa: E402
-
 from lineate.integrations import transformers as integration  # noqa: E402
 from lineate.integrations.transformers import (  # noqa: E402
     MODEL_PATCHES,
@@ -19,6 +17,7 @@ from lineate.integrations.transformers import (  # noqa: E402
     enabled,
     is_enabled,
 )
+from tests.support.transformers_models import MODELS, NAMES, VOCAB, apart, build, call, gradients, split, tokens  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("disabled")
 

@@ -5,7 +5,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers_models import (  # noqa: E402
+from lineate.integrations.transformers import MODEL_PATCHES, enable, enabled  # noqa: E402
+from tests.support.transformers_models import (  # noqa: E402
     NAMES,
     apart,
     build,
@@ -16,8 +17,6 @@ from transformers_models import (  # noqa: E402
     split,
     tokens,
 )
-
-from lineate.integrations.transformers import MODEL_PATCHES, enable, enabled  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("disabled")
 LENGTHS = (5, 1, 40, 2, 27)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cases import (
+
+from tests.support.cases import (
     GATED_DELTA,
     GATED_LINEAR,
     GATED_LINEAR_CHANNEL,
@@ -16,9 +17,9 @@ from cases import (
     errors,
     oracle,
 )
-from few import few
-from paths import GPU_ONLY, ONE_EACH, PATHS
-from rule_kernels import LEAN, MODEL, SHORT, allowance, loss_of, row_results, run, sized
+from tests.support.few import few
+from tests.support.paths import GPU_ONLY, ONE_EACH, PATHS
+from tests.support.rule_kernels import LEAN, MODEL, SHORT, allowance, loss_of, row_results, run, sized
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -1,15 +1,25 @@
 """The fused op with a lower bound of the decay, log_decay = lower_bound sigmoid(exp(A_log) (gate + dt_bias))."""
 
-import half
 import pytest
 import torch
-from cases import Result, assert_same_bits, assert_within, bounds, errors
-from few import few
-from paths import INTERPRETER, ONE_EACH, PATHS
-from raw_gates import BOUNDED, FUSED_ROWS, check_fused, fused_allowance, fused_errors, raw_inputs, unfused
-from rule_kernels import CHUNK, FEWER_TEXTS, SHORT, SMALL, TEXTS, differentiate, loss_of, native_term, sized
 
 import lineate
+from tests.support import half
+from tests.support.cases import Result, assert_same_bits, assert_within, bounds, errors
+from tests.support.few import few
+from tests.support.paths import INTERPRETER, ONE_EACH, PATHS
+from tests.support.raw_gates import BOUNDED, FUSED_ROWS, check_fused, fused_allowance, fused_errors, raw_inputs, unfused
+from tests.support.rule_kernels import (
+    CHUNK,
+    FEWER_TEXTS,
+    SHORT,
+    SMALL,
+    TEXTS,
+    differentiate,
+    loss_of,
+    native_term,
+    sized,
+)
 
 BOUND = -5.0
 

@@ -4,8 +4,9 @@ import importlib
 
 import pytest
 import torch
-from paths import ONE_EACH, PATHS, Path
 from torch import Tensor
+
+from tests.support.paths import ONE_EACH, PATHS, Path
 
 pytest.importorskip("triton")
 cached = importlib.import_module("lineate.kernels.layers.cached")

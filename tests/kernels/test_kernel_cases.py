@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cases import (
+
+from tests.support.cases import (
     GATED_DELTA,
     GATED_LINEAR_CHANNEL,
     KIMI_DELTA,
@@ -20,9 +21,9 @@ from cases import (
     errors,
     oracle,
 )
-from few import few
-from paths import BF16, GPU, INTERPRETER, PATHS, param
-from rule_kernels import LEAN, LENGTHS, MODEL, ONE_HEAD, SMALL, check, native_term, run, sized
+from tests.support.few import few
+from tests.support.paths import BF16, GPU, INTERPRETER, PATHS, param
+from tests.support.rule_kernels import LEAN, LENGTHS, MODEL, ONE_HEAD, SMALL, check, native_term, run, sized
 
 # Shapes
 

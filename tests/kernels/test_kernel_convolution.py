@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import assert_same_bits, bounds, relative_error, same_bits, weights
-from layer_kernels import check, draw, kernel, run
-from paths import GPU, INTERPRETER, ONE_EACH, PATHS, param
+
+from tests.support.cases import assert_same_bits, bounds, relative_error, same_bits, weights
+from tests.support.layer_kernels import check, draw, kernel, run
+from tests.support.paths import GPU, INTERPRETER, ONE_EACH, PATHS, param
 
 pytestmark = pytest.mark.usefixtures("guarded_memory")
 

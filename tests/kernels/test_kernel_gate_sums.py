@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import KIMI_DELTA, Inputs, Shape, weights
-from paths import BF16, INTERPRETER, Path, param
 from torch import Tensor
 
 import lineate
+from tests.support.cases import KIMI_DELTA, Inputs, Shape, weights
+from tests.support.paths import BF16, INTERPRETER, Path, param
 
 SUMS = ("A_log", "dt_bias")
 # Keys of 64 channels run in Triton on every GPU; those of 128 run in Gluon on Hopper.

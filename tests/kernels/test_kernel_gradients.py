@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cases import (
+
+from tests.support.cases import (
     GATED_DELTA,
     GATED_LINEAR_CHANNEL,
     KIMI_DELTA,
@@ -20,9 +21,9 @@ from cases import (
     same_bits,
     weights,
 )
-from few import few
-from paths import BF16, GPU, INTERPRETER, ONE_EACH, PATHS, Path, param
-from rule_kernels import CHUNK, LEAN, ONE_HEAD, allowance, loss_of, run, sized
+from tests.support.few import few
+from tests.support.paths import BF16, GPU, INTERPRETER, ONE_EACH, PATHS, Path, param
+from tests.support.rule_kernels import CHUNK, LEAN, ONE_HEAD, allowance, loss_of, run, sized
 
 # What requires gradients
 

@@ -10,11 +10,6 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import assert_within, interpreted, relative_error
-from few import few
-from lact_cases import gradients, make, middle
-from memories import floats
-from paths import GPU, INTERPRETER
 from torch import Tensor
 
 from lineate.layers import LaCT
@@ -23,6 +18,11 @@ from lineate.memory.lact import scan as lact_scan
 from lineate.memory.lact import steps as plain
 from lineate.memory.parts import MUON_EPS, ROW_EPS
 from lineate.rule import normalize
+from tests.support.cases import assert_within, interpreted, relative_error
+from tests.support.few import few
+from tests.support.lact_cases import gradients, make, middle
+from tests.support.memories import floats
+from tests.support.paths import GPU, INTERPRETER
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("guarded_memory")

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from cases import bounds, relative_error, same_bits
-from few import few
-from layer_kernels import draw, kernel
-from paths import BF16, GPU, ONE_EACH, Path
 from torch import Tensor, nn
-from torch_calls import CapturedOps, check_cuda_graph, check_ops, compilations
+
+from tests.support.cases import bounds, relative_error, same_bits
+from tests.support.few import few
+from tests.support.layer_kernels import draw, kernel
+from tests.support.paths import BF16, GPU, ONE_EACH, Path
+from tests.support.torch_calls import CapturedOps, check_cuda_graph, check_ops, compilations
 
 pytestmark = pytest.mark.usefixtures("guarded_memory")
 

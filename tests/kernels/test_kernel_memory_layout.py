@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from cases import (
+from torch import Tensor
+
+from tests.support.cases import (
     GATED_DELTA,
     GATED_LINEAR_CHANNEL,
     KIMI_DELTA,
@@ -14,10 +16,9 @@ from cases import (
     draw,
     weights,
 )
-from few import few
-from paths import ONE_EACH
-from rule_kernels import MODEL, SHORT, loss_of, run, sized
-from torch import Tensor
+from tests.support.few import few
+from tests.support.paths import ONE_EACH
+from tests.support.rule_kernels import MODEL, SHORT, loss_of, run, sized
 
 
 @pytest.mark.cover

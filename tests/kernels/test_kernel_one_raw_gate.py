@@ -2,11 +2,14 @@
 
 import pytest
 import torch
-from cases import Inputs, Result, Row, assert_same_bits, assert_within, bounds, errors, oracle
-from few import few
-from paths import INTERPRETER, PATHS, Path
-from raw_gates import FUSED_ROWS, fused_allowance, fused_errors, raw_inputs, unfused
-from rule_kernels import (
+
+import lineate
+from lineate.rule import activate
+from tests.support.cases import Inputs, Result, Row, assert_same_bits, assert_within, bounds, errors, oracle
+from tests.support.few import few
+from tests.support.paths import INTERPRETER, PATHS, Path
+from tests.support.raw_gates import FUSED_ROWS, fused_allowance, fused_errors, raw_inputs, unfused
+from tests.support.rule_kernels import (
     FEWER_TEXTS,
     SHORT,
     SMALL,
@@ -17,9 +20,6 @@ from rule_kernels import (
     loss_of,
     sized,
 )
-
-import lineate
-from lineate.rule import activate
 
 RAW = ("gate", "write")
 

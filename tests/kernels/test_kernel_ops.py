@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from cases import (
+from torch import Tensor, nn
+
+import lineate
+from tests.support.cases import (
     GATED_DELTA,
     GATED_LINEAR,
     GATED_LINEAR_CHANNEL,
@@ -16,14 +19,11 @@ from cases import (
     draw,
     same_bits,
 )
-from few import few
-from paths import BF16, GPU_ONLY, ONE_EACH, Path
-from raw_gates import FUSED_ROWS, raw_inputs
-from rule_kernels import LEAN, MODEL, ONE_HEAD, on_gpu, packed_inputs, sized, to
-from torch import Tensor, nn
-from torch_calls import CapturedOps, check_cuda_graph, check_ops
-
-import lineate
+from tests.support.few import few
+from tests.support.paths import BF16, GPU_ONLY, ONE_EACH, Path
+from tests.support.raw_gates import FUSED_ROWS, raw_inputs
+from tests.support.rule_kernels import LEAN, MODEL, ONE_HEAD, on_gpu, packed_inputs, sized, to
+from tests.support.torch_calls import CapturedOps, check_cuda_graph, check_ops
 
 
 class Layer(nn.Module):

@@ -4,7 +4,10 @@ import importlib
 
 import pytest
 import torch
-from cases import (
+from torch import Tensor
+
+import lineate
+from tests.support.cases import (
     GATED_DELTA,
     GATED_LINEAR_CHANNEL,
     KIMI_DELTA,
@@ -18,12 +21,9 @@ from cases import (
     same_bits,
     weights,
 )
-from few import few
-from paths import ONE_EACH, PATHS
-from rule_kernels import FEWER_TEXTS, LEAN, MODEL, TEXTS, check, packed_inputs
-from torch import Tensor
-
-import lineate
+from tests.support.few import few
+from tests.support.paths import ONE_EACH, PATHS
+from tests.support.rule_kernels import FEWER_TEXTS, LEAN, MODEL, TEXTS, check, packed_inputs
 
 
 @pytest.mark.parametrize("path", PATHS)

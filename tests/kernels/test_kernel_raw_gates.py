@@ -1,16 +1,27 @@
 """The fused op, which computes gates, norms and rates inside the kernels."""
 
-import half
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Result, assert_same_bits, assert_within, bounds, errors
-from few import few
-from paths import INTERPRETER, ONE_EACH, PATHS
-from raw_gates import FUSED, FUSED_ROWS, check_fused, fused_allowance, fused_errors, raw_inputs, unfused
-from rule_kernels import CHUNK, FEWER_TEXTS, ONE_HEAD, SHORT, SMALL, TEXTS, differentiate, loss_of, native_term, sized
 
 import lineate
+from tests.support import half
+from tests.support.cases import Result, assert_same_bits, assert_within, bounds, errors
+from tests.support.few import few
+from tests.support.paths import INTERPRETER, ONE_EACH, PATHS
+from tests.support.raw_gates import FUSED, FUSED_ROWS, check_fused, fused_allowance, fused_errors, raw_inputs, unfused
+from tests.support.rule_kernels import (
+    CHUNK,
+    FEWER_TEXTS,
+    ONE_HEAD,
+    SHORT,
+    SMALL,
+    TEXTS,
+    differentiate,
+    loss_of,
+    native_term,
+    sized,
+)
 
 
 @pytest.mark.cover

@@ -5,11 +5,23 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import GATED_DELTA, KIMI_DELTA, ROWS, Inputs, Shape, assert_same_bits, bounds, convert, draw, same_bits
-from few import few
-from paths import BF16, INTERPRETER, PATHS, param
-from rule_kernels import CHANNEL_ROWS, CHUNK, LEAN, check, run, sized
 from torch import Tensor
+
+from tests.support.cases import (
+    GATED_DELTA,
+    KIMI_DELTA,
+    ROWS,
+    Inputs,
+    Shape,
+    assert_same_bits,
+    bounds,
+    convert,
+    draw,
+    same_bits,
+)
+from tests.support.few import few
+from tests.support.paths import BF16, INTERPRETER, PATHS, param
+from tests.support.rule_kernels import CHANNEL_ROWS, CHUNK, LEAN, check, run, sized
 
 
 @pytest.mark.gpu

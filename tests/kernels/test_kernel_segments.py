@@ -2,11 +2,14 @@
 
 import importlib
 
-import half
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import (
+from torch import Tensor
+
+import lineate
+from tests.support import half
+from tests.support.cases import (
     GATED_DELTA,
     GATED_LINEAR_CHANNEL,
     KIMI_DELTA,
@@ -25,10 +28,10 @@ from cases import (
     relative_error,
     same_bits,
 )
-from few import few
-from paths import BF16, GPU_ONLY, ONE_EACH, PATHS, Path
-from raw_gates import check_fused, raw_inputs
-from rule_kernels import (
+from tests.support.few import few
+from tests.support.paths import BF16, GPU_ONLY, ONE_EACH, PATHS, Path
+from tests.support.raw_gates import check_fused, raw_inputs
+from tests.support.rule_kernels import (
     CHUNK,
     LEAN,
     MODEL,
@@ -42,9 +45,6 @@ from rule_kernels import (
     run,
     sized,
 )
-from torch import Tensor
-
-import lineate
 
 
 @pytest.fixture

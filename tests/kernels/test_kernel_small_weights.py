@@ -5,10 +5,10 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from paths import GPU, ONE_EACH, PATHS, Path, param
 from torch import Tensor
 
 from lineate.quantised import FORMATS, SmallWeight, float8_activations, quantize
+from tests.support.paths import GPU, ONE_EACH, PATHS, Path, param
 
 pytest.importorskip("triton")
 small_products = importlib.import_module("lineate.kernels.layers.small_products")

@@ -5,12 +5,12 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from paths import GPU, PATHS, Path, param
 from torch import Tensor
 
 from lineate.call import Inputs
 from lineate.ops.rounding import round_memory
 from lineate.rule import activate, normalize, step
+from tests.support.paths import GPU, PATHS, Path, param
 
 pytest.importorskip("triton")
 products = importlib.import_module("lineate.kernels.layers.products")

@@ -10,13 +10,13 @@ import importlib
 
 import pytest
 import torch
-from cases import assert_within, bounds, relative_error, same_bits, weights
-from paths import GPU, INTERPRETER, Path, param
-from titans_cases import Case, Tensors, draw
 from torch import Tensor
 
 from lineate import layers
 from lineate.memory.titans import op as rule
+from tests.support.cases import assert_within, bounds, relative_error, same_bits, weights
+from tests.support.paths import GPU, INTERPRETER, Path, param
+from tests.support.titans_cases import Case, Tensors, draw
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("guarded_memory")

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import assert_within, bounds, interpreted, relative_error, same_bits, weights
 from torch import Tensor, nn
-from ttt_cases import draw, dual
 
 from lineate.layers import TTTMLP, TTTLinear
 from lineate.memory.ttt import dual as memory
+from tests.support.cases import assert_within, bounds, interpreted, relative_error, same_bits, weights
+from tests.support.ttt_cases import draw, dual
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("guarded_memory")

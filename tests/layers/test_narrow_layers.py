@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from serving_models import CONFIG, VOCAB, model, prompt
-from small_models import random_model
 from torch import Tensor
 
 from lineate.generation.graphed import GraphedDecoder
@@ -23,6 +21,8 @@ from lineate.layers.trail import trail
 from lineate.models import HybridLM, ModelState
 from lineate.ops.rounding import round_memory
 from lineate.planning import plan_memory, read_model
+from tests.support.serving_models import CONFIG, VOCAB, model, prompt
+from tests.support.small_models import random_model
 
 SIZES = {"heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 12}
 MIXERS = {

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from cases import interpreted
 from torch import Tensor, nn
 
 from lineate.layers import GatedAttention, GatedDeltaNet, KimiDeltaAttention, Memory, RMSNorm, SwiGLU
 from lineate.layers.state import CacheInPlace
 from lineate.layers.steps import feed_step, mix_step
+from tests.support.cases import interpreted
 
 pytest.importorskip("triton")
 pytestmark = interpreted

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from odd_models import EXPERTS, odd
 from torch import Tensor, nn
 
 from lineate.call import Inputs
@@ -20,6 +19,7 @@ from lineate.layers import (
 from lineate.layers.registry import letters
 from lineate.layers.trail import trail
 from lineate.models import HybridConfig, HybridLM, ModelState
+from tests.support.odd_models import EXPERTS, odd
 
 T = 5
 PATTERNS = {letter: odd(letter) for letter in letters()} | {

@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from few import few
+
+from tests.support.few import few
 
 pytest.importorskip("matplotlib")
 

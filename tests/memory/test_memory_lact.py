@@ -6,14 +6,14 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from lact_cases import gradients, make, middle
-from memories import CLOSE, check_close, floats
 from torch import Tensor
 
 from lineate.layers.lact import LaCT, last_tokens, window_attention
 from lineate.memory import MEMORY_RULES, chunks, run_reference
 from lineate.memory.lact import fresh_state, lact, lact_state
 from lineate.memory.parts import orthogonalise
+from tests.support.lact_cases import gradients, make, middle
+from tests.support.memories import CLOSE, check_close, floats
 
 
 def answer(weights: list[Tensor], x: Tensor) -> Tensor:

@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from memories import CLOSE, check_close, floats
 from torch import Tensor
 
 from lineate.memory import MATRIX, MEMORY_RULES, deep, run_reference
 from lineate.memory.titans import titans, titans_state
 from lineate.memory.titans.model import LAYER_NORM_EPS
+from tests.support.memories import CLOSE, check_close, floats
 
 CASES = {
     "linear": {},

@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch._dynamo
 import torch._dynamo.testing
-from cases import relative_error
-from few import few
 from torch import Tensor
 
 from lineate.layers import GatedAttention
@@ -15,6 +13,8 @@ from lineate.layers.attention import attend_new
 from lineate.models import HybridConfig, HybridLM, ModelState
 from lineate.models.config import AttentionConfig, FeedConfig, LatentConfig, LinearConfig, MemoryConfig
 from lineate.native.product import MOST_ROWS
+from tests.support.cases import relative_error
+from tests.support.few import few
 
 TEXTS = torch.tensor([0, 9, 10, 10, 23])
 """Packed sequences of 9, 1, 0 and 13 tokens."""

@@ -23,7 +23,7 @@ from lineate.planning import read_model
 
 transformers = pytest.importorskip("transformers")
 
-from families import (  # noqa: E402
+from tests.support.families import (  # noqa: E402
     FAMILIES,
     LAYOUTS,
     VOCAB,

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_models import random_model, variants
 from torch import Tensor
 
 from lineate.generation import GraphedDecoder, in_place
@@ -20,6 +19,7 @@ from lineate.models import (
     LinearConfig,
     ModelState,
 )
+from tests.support.small_models import random_model, variants
 
 VOCAB = 96
 CONFIG = HybridConfig(

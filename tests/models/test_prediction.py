@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from few import few
-from odd_models import EXPERTS, odd
 from torch import Tensor
 
 from lineate.models import HybridLM
@@ -14,10 +12,12 @@ from lineate.models.files.checkpoint import Checkpoint
 from lineate.models.files.loading import MismatchError
 from lineate.models.inspect import describe
 from lineate.planning import plan_memory, read_model
+from tests.support.few import few
+from tests.support.odd_models import EXPERTS, odd
 
 transformers = pytest.importorskip("transformers")
 
-from families import Tensors, build, rewrite  # noqa: E402
+from tests.support.families import Tensors, build, rewrite  # noqa: E402
 
 QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 HIDDEN, HEADS, KV, DIM, SIZE, EXPERT, SHARED = 48, 4, 2, 16, 36, 20, 28

@@ -7,17 +7,17 @@ the largest number.
 import math
 from collections.abc import Callable
 
-import fresh
 import pytest
 import torch
-from cases import needs_native
-from few import few
 from torch import Tensor, nn
 
 from lineate.layers.convolution import short_convolution
 from lineate.layers.feed import glu
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.native import layers as native
+from tests.support import fresh
+from tests.support.cases import needs_native
+from tests.support.few import few
 
 pytestmark = needs_native
 

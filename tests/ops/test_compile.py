@@ -4,7 +4,11 @@ import shutil
 
 import pytest
 import torch
-from cases import (
+from torch import Tensor, nn
+
+import lineate
+from lineate.torch_ops.tracing import constant_in_graphs
+from tests.support.cases import (
     CHUNKWISE,
     FORWARD_PATHS,
     GATED_DELTA,
@@ -22,12 +26,8 @@ from cases import (
     needs_native,
     relative_error,
 )
-from few import few
-from torch import Tensor, nn
-from torch_calls import CapturedOps, check_ops
-
-import lineate
-from lineate.torch_ops.tracing import constant_in_graphs
+from tests.support.few import few
+from tests.support.torch_calls import CapturedOps, check_ops
 
 SHAPE = Shape(2, 21, 2, 4, 6, 5)
 

@@ -7,7 +7,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cases import (
+from torch import Tensor, zeros
+
+from lineate.ops.decoding import decode
+from tests.support.cases import (
     DELTA,
     GATED_DELTA,
     KIMI_DELTA,
@@ -27,11 +30,8 @@ from cases import (
     oracle,
     same_bits,
 )
-from decode_cases import KERNEL, PATHS, SHAPE, SMALL, Path, check, inputs_of, run
-from torch import Tensor, zeros
-from torch_calls import compilations
-
-from lineate.ops.decoding import decode
+from tests.support.decode_cases import KERNEL, PATHS, SHAPE, SMALL, Path, check, inputs_of, run
+from tests.support.torch_calls import compilations
 
 
 @pytest.mark.parametrize("path", PATHS)

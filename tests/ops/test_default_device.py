@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import FORWARD_PATHS, GATED_DELTA, KIMI_DELTA, Row, Shape, bounds, convert, draw, interpreted, same_bits
-from runs import assert_same_bits, everything, make_config, short_samples
 from torch import Tensor
 
 import lineate
@@ -25,6 +23,19 @@ from lineate.models import ExpertsConfig, HybridLM
 from lineate.models.presets import tiny
 from lineate.tasks.registry import TASKS
 from lineate.training.prepare import train
+from tests.support.cases import (
+    FORWARD_PATHS,
+    GATED_DELTA,
+    KIMI_DELTA,
+    Row,
+    Shape,
+    bounds,
+    convert,
+    draw,
+    interpreted,
+    same_bits,
+)
+from tests.support.runs import assert_same_bits, everything, make_config, short_samples
 
 LETTERS = all_letters()
 

@@ -2,10 +2,16 @@
 
 import itertools
 
-import fresh
 import pytest
 import torch
-from cases import (
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lineate
+from lineate import rule
+from lineate.call import Request
+from lineate.dispatch import Facts, resolve, why_no_triton
+from tests.support import fresh
+from tests.support.cases import (
     DELTA,
     FORMS,
     GATED_DELTA,
@@ -24,12 +30,6 @@ from cases import (
     needs_native,
     run,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import lineate
-from lineate import rule
-from lineate.call import Request
-from lineate.dispatch import Facts, resolve, why_no_triton
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 NO_COMPILER = "no C compiler was found"

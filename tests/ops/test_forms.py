@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cases import (
+from torch import Tensor
+
+import lineate
+from tests.support.cases import (
     DELTA,
     FORMS,
     GATED_DELTA,
@@ -36,9 +39,6 @@ from cases import (
     unit,
     weights,
 )
-from torch import Tensor
-
-import lineate
 
 
 def every_form(row: Row, inputs: Inputs, **options: object):

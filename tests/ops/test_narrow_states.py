@@ -4,13 +4,25 @@ import math
 
 import pytest
 import torch
-from cases import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, ROWS, Inputs, Row, Shape, bounds, same_bits
-from decode_cases import KERNEL, PATHS, SHAPE, Path, inputs_of, run
-from fresh import run as run_fresh
 from torch import Tensor, zeros
 
 from lineate.ops.decoding import decode
 from lineate.rule import step
+from tests.support.cases import (
+    DELTA,
+    GATED_DELTA,
+    GATED_LINEAR,
+    KIMI_DELTA,
+    LINEAR,
+    ROWS,
+    Inputs,
+    Row,
+    Shape,
+    bounds,
+    same_bits,
+)
+from tests.support.decode_cases import KERNEL, PATHS, SHAPE, Path, inputs_of, run
+from tests.support.fresh import run as run_fresh
 
 BOTH = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 NEAREST, STOCHASTIC = 2**-8, 2**-7

@@ -4,7 +4,9 @@ import itertools
 
 import pytest
 import torch
-from cases import (
+
+import lineate
+from tests.support.cases import (
     BACKENDS,
     CHUNKWISE,
     DELTA,
@@ -33,8 +35,6 @@ from cases import (
     same_bits,
     weights,
 )
-
-import lineate
 
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

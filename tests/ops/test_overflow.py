@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FORWARD_PATHS, ROWS, Row, interpreted, unit
-from fresh import run as run_freshly
 from torch import Tensor
 
 import lineate
 from lineate.forms import stability
+from tests.support.cases import FORWARD_PATHS, ROWS, Row, interpreted, unit
+from tests.support.fresh import run as run_freshly
 
 CORRECTING = [row for row in ROWS if row.corrects]
 TRITON = pytest.param({"form": "auto", "backend": "triton"}, id="triton", marks=[interpreted, pytest.mark.slow])

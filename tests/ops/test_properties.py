@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from cases import (
+from torch import Tensor
+
+from tests.support.cases import (
     FORMS,
     LARGE,
     PACKED,
@@ -24,7 +26,6 @@ from cases import (
     same_bits,
     weights,
 )
-from torch import Tensor
 
 
 def tokens(inputs: Inputs, part: slice) -> Inputs:

@@ -4,12 +4,12 @@ import importlib
 
 import pytest
 import torch
-from cases import interpreted
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lineate.torch_ops.registrar import register_op
+from tests.support.cases import interpreted
 
 KEPT: list[bool] = []
 

@@ -4,13 +4,25 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import GATED_DELTA, KIMI_DELTA, ROWS, Inputs, Row, Shape, bounds, convert, draw, relative_error, run
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import lineate
 from lineate.layers import GatedDeltaNet
+from tests.support.cases import (
+    GATED_DELTA,
+    KIMI_DELTA,
+    ROWS,
+    Inputs,
+    Row,
+    Shape,
+    bounds,
+    convert,
+    draw,
+    relative_error,
+    run,
+)
 
 SHAPE = Shape(1, 21, 2, 4, 6, 5)
 TEXTS = (9, 0, 12)

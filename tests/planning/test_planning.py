@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
-from odd_models import EXPERTS, odd
 from torch import Tensor
 
 from lineate.models import (
@@ -39,6 +37,8 @@ from lineate.planning import (
 )
 from lineate.planning.formulas import taught_variants
 from lineate.planning.models import PLAIN_FAMILIES, mixed_ratio
+from tests.support.families import FAMILIES
+from tests.support.odd_models import EXPERTS, odd
 
 
 def family_config(name: str, folder: Path) -> HybridConfig:

@@ -5,15 +5,15 @@ import io
 import json
 from pathlib import Path
 
-import fresh
 import pytest
 import torch
-from few import few
+
+from tests.support import fresh
+from tests.support.few import few
 
 pytest.importorskip("rich")
 pytest.importorskip("typer")
 
-from families import FAMILIES
 from typer.testing import CliRunner
 
 from lineate.cli import build_app
@@ -21,6 +21,7 @@ from lineate.models import HybridLM, preset
 from lineate.planning import HARDWARE, crossover, plan_flops, plan_memory, plan_training, read_model, time_bounds
 from lineate.planning.report import PlanRequest, csv_text, make_report, make_teaching_report
 from lineate.planning.units import read_bandwidth, read_bytes, read_counts, read_flops, show_bytes, show_seconds
+from tests.support.families import FAMILIES
 
 TEACHING = ("--emb-dim", 2048, "--n-heads", 16, "--n-layers", 48, "--dtype", "bf16", "--teaching")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from odd_models import EXPERTS, odd
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -49,6 +48,7 @@ from lineate.planning.compute import rule_flops
 from lineate.planning.hardware import bound, training_bound
 from lineate.torch_ops.chunk_op import empty_outputs
 from lineate.training.optim import make_optimizer
+from tests.support.odd_models import EXPERTS, odd
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from few import few
-from ranks import run_ranks
-from segments import received_bytes
 from torch import Tensor
 
 from lineate.models import (
@@ -50,6 +47,9 @@ from lineate.planning import (
 from lineate.quantised.which import small_parameters
 from lineate.training.context import context_parallel
 from lineate.training.optim import make_optimizer
+from tests.support.few import few
+from tests.support.ranks import run_ranks
+from tests.support.segments import received_bytes
 
 RANKS = 2
 TOKENS = 12

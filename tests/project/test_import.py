@@ -1,6 +1,6 @@
 """`import lineate` needs only torch."""
 
-import fresh
+from tests.support import fresh
 
 OPTIONAL = ("triton", "typer", "rich", "matplotlib", "transformers", "einops", "safetensors", "gradio", "fastapi")
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from runs import make_config
+
+from tests.support.runs import make_config
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")

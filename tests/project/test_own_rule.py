@@ -9,11 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import fresh
 import pytest
 import torch
-from few import few
-from runs import assert_same_bits, everything, make_config
 from torch import Tensor, nn
 
 from lineate.layers import (
@@ -33,6 +30,9 @@ from lineate.tasks.model import parse_rule
 from lineate.torch_ops.flops import Heads
 from lineate.training.prepare import prepare, train
 from lineate.training.report import read_metrics
+from tests.support import fresh
+from tests.support.few import few
+from tests.support.runs import assert_same_bits, everything, make_config
 
 EXAMPLE = Path(__file__).parents[2] / "examples/own_rule.py"
 SIZES = LinearConfig(heads=2, value_heads=2, key_dim=16, value_dim=16)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_weights import EXPERTS, realistic, sizes, tokens
 from torch import Tensor
 
 from lineate.models import HybridLM, preset
@@ -23,6 +22,7 @@ from lineate.models.inspect import describe, rows
 from lineate.quantised import FORMATS, SmallWeight, quantize, shrink, small_formats
 from lineate.quantised.format import from_tiles, round_to_codes
 from lineate.quantised.which import format_of, small_parameters
+from tests.support.small_weights import EXPERTS, realistic, sizes, tokens
 
 ALL = tuple(FORMATS)
 CODED = ("int8", "int4", "fp8")

@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from quantised import FP8_CONFIG, Encoding, compressed_config, compressed_float8, fp8_blocks, write_quantised
-from small_weights import EXPERTS, WIDE, realistic, sizes, tokens
 from torch import Tensor
 
 from lineate.models import HybridLM
@@ -18,6 +16,15 @@ from lineate.planning import plan_memory, read_model
 from lineate.quantised import FORMATS, SmallWeight, float8_activations, quantize, shrink
 from lineate.quantised.format import TooLargeError, decode_rows, from_tiles, round_to_float8, to_tiles
 from lineate.quantised.which import small_parameters
+from tests.support.quantised import (
+    FP8_CONFIG,
+    Encoding,
+    compressed_config,
+    compressed_float8,
+    fp8_blocks,
+    write_quantised,
+)
+from tests.support.small_weights import EXPERTS, WIDE, realistic, sizes, tokens
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -107,7 +114,7 @@ CASES = [("qwen3_next", key) for key in ENCODINGS] + [
 def published(folder: Path, family: str, encoding: Encoding) -> Path:
     """Write a family's tiny model, several blocks wide, with weights of float8."""
     pytest.importorskip("transformers")
-    from families import build, rewrite
+    from tests.support.families import build, rewrite
 
     build(family, **WIDE[family] | {"hidden_size": 288}).save_pretrained(folder / "plain")
     config = {"quantization_config": encoding.config}
@@ -138,7 +145,7 @@ def test_published_numbers_stay_as_they_are(tmp_path: Path, family: str, key: st
 
 def test_fused_experts_stay_as_they_are(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from families import build, fused_experts, rewrite
+    from tests.support.families import build, fused_experts, rewrite
 
     build("qwen3_next", **WIDE["qwen3_next"] | {"hidden_size": 256}).save_pretrained(tmp_path / "plain")
 

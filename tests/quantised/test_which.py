@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_weights import EXPERTS, realistic, sizes, tokens
 from torch import nn
 
 from lineate.models import HybridLM
@@ -13,6 +12,7 @@ from lineate.models.config import HybridConfig
 from lineate.models.hybrid import empty_model
 from lineate.quantised import FORMATS, SmallWeight, quantize, shrink, small_formats
 from lineate.quantised.which import format_of, name_of_bits, small_parameters
+from tests.support.small_weights import EXPERTS, realistic, sizes, tokens
 
 ALL = tuple(FORMATS)
 

@@ -5,7 +5,6 @@ from functools import cache, partial
 
 import pytest
 import torch
-from few import few
 
 from lineate.recognise.compare import check
 from lineate.recognise.distance import STEPS, distances
@@ -13,6 +12,7 @@ from lineate.recognise.evaluation import draw_token, updated
 from lineate.recognise.expressions import read_expression
 from lineate.recognise.rules import RELATIVES
 from lineate.rule import step
+from tests.support.few import few
 
 once = cache(check)
 """The same finding for all tests of an expression."""

@@ -5,8 +5,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kept_states import same
-from serving_models import PATTERNS, SPACING, alone, model, prompt
 
 from lineate.generation.choice import Sampling
 from lineate.serving.cache.cache import StateCache
@@ -15,6 +13,8 @@ from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.planning import Need, Plan, Shape
 from lineate.serving.engine.reading import Reading
 from lineate.serving.engine.requests import Handle, Request
+from tests.support.kept_states import same
+from tests.support.serving_models import PATTERNS, SPACING, alone, model, prompt
 
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
 QUESTION = prompt(100, seed=5)

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from kept_states import held, hybrid_state, linear_state, longer, same
-from small_models import random_model
 
 from lineate.layers.registry import kinds
 from lineate.models import preset
 from lineate.models.files.safetensors import Reader, read_header, write_tensors
 from lineate.serving.cache.cache import StateCache
 from lineate.serving.cache.identity import identity_of
+from tests.support.kept_states import held, hybrid_state, linear_state, longer, same
+from tests.support.small_models import random_model
 
 IDS = list(range(20))
 

@@ -14,11 +14,11 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kept_states import held, same
 
 from lineate.layers import Memory, TokenCache
 from lineate.models import ModelState
 from lineate.serving.cache.cache import StateCache
+from tests.support.kept_states import held, same
 
 SPACING = 4
 TOKENS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=4)

@@ -10,12 +10,11 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
-from chat_tokenizer import chat_tokenizer
-from live_server import WAIT, ScriptedEngine, live
-
 from lineate.serving.api.service import Description
 from lineate.serving.app import Settings
 from lineate.web.limits import Limits
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.live_server import WAIT, ScriptedEngine, live
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"

@@ -5,9 +5,6 @@ from collections.abc import Hashable, Sequence
 
 import pytest
 import torch
-from few import few
-from odd_models import EXPERTS, odd
-from speculation import GREEDY, OPTIONS, make, plain, prompts, speculate
 from torch import Tensor
 
 from lineate.generation import Sampling
@@ -15,6 +12,9 @@ from lineate.layers.registry import letters
 from lineate.serving.drafting import Drafter, DraftModel, DraftRow, PromptLookup, verify
 from lineate.serving.drafting.predicting import PredictionDrafter
 from lineate.serving.drafting.stepwise import taken_back
+from tests.support.few import few
+from tests.support.odd_models import EXPERTS, odd
+from tests.support.speculation import GREEDY, OPTIONS, make, plain, prompts, speculate
 
 VOCAB = 61
 PATTERNS = {letter: odd(letter) for letter in letters()} | {

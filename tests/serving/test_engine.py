@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from few import few
-from serving_models import PATTERNS, SPACING, VOCAB, Counting, alone, model, prompt
 
 from lineate.generation.choice import Sampling, log_probabilities
 from lineate.serving.cache.cache import StateCache
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.reading import Reading
 from lineate.serving.engine.requests import EngineStopped, Handle, QueueFull, Request, TooLong
+from tests.support.few import few
+from tests.support.serving_models import PATTERNS, SPACING, VOCAB, Counting, alone, model, prompt
 
 patterns = pytest.mark.parametrize("pattern", PATTERNS)
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)

@@ -4,13 +4,13 @@ import threading
 
 import pytest
 import torch
-from serving_models import SPACING, VOCAB, alone, model, prompt
 from torch import Tensor, nn
 
 from lineate.generation.choice import Sampling
 from lineate.serving.cache.cache import StateCache
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import EngineStopped, Event, Handle, Request
+from tests.support.serving_models import SPACING, VOCAB, alone, model, prompt
 
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
 

@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from families import FAMILIES, VOCAB, build
-from few import few
-from serving_models import SPACING
 
 from lineate.generation.choice import Sampling
 from lineate.models import HybridLM
@@ -12,6 +9,9 @@ from lineate.serving.cache.cache import StateCache
 from lineate.serving.drafting import PromptLookup
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import Request
+from tests.support.families import FAMILIES, VOCAB, build
+from tests.support.few import few
+from tests.support.serving_models import SPACING
 
 pytest.importorskip("transformers")
 

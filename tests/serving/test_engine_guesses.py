@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from few import few
-from serving_models import PATTERNS, SPACING, VOCAB, Counting, alone, model, prompt
 
 from lineate.generation.choice import Sampling
 from lineate.serving.cache.cache import StateCache
 from lineate.serving.drafting import DraftModel, DraftRow, PromptLookup
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import Handle, Request
+from tests.support.few import few
+from tests.support.serving_models import PATTERNS, SPACING, VOCAB, Counting, alone, model, prompt
 
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
 

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from few import few
-from serving_models import PATTERNS, SPACING, VOCAB, alone, model, prompt
 
 from lineate.generation.choice import Sampling
 from lineate.serving.cache.cache import StateCache
@@ -13,6 +11,8 @@ from lineate.serving.engine.planning import Need, Plan, Shape
 from lineate.serving.engine.pool import Pool
 from lineate.serving.engine.reading import Reading
 from lineate.serving.engine.requests import Request, TooLong
+from tests.support.few import few
+from tests.support.serving_models import PATTERNS, SPACING, VOCAB, alone, model, prompt
 
 patterns = pytest.mark.parametrize("pattern", PATTERNS)
 DRAWN = Sampling(temperature=1.5, seed=3)

@@ -9,10 +9,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-import serving_models
 import torch
-from few import few
-from serving_models import PATTERNS, SPACING
 
 from lineate.generation.choice import Sampling
 from lineate.layers import registry
@@ -22,6 +19,9 @@ from lineate.serving.cache.identity import identity_of
 from lineate.serving.drafting import PromptLookup
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import Completion, Handle, Request
+from tests.support import serving_models
+from tests.support.few import few
+from tests.support.serving_models import PATTERNS, SPACING
 
 FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "olmo_hybrid")
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
@@ -35,7 +35,7 @@ Load = Callable[[str], HybridLM]
 def theirs(family: str):
     """Return transformers' model of a family."""
     transformers = pytest.importorskip("transformers")
-    from families import build
+    from tests.support.families import build
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

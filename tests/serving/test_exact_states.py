@@ -7,11 +7,11 @@ mixers, norms and experts of published ones; formats of weights are those of `--
 from functools import cache
 
 import pytest
-from few import few
 
 from bench.serving.exactness import FORMS, SAMPLINGS, Clients, compare, configs, make_model, texts
 from lineate.models import HybridLM
 from lineate.native.build import available
+from tests.support.few import few
 
 SPACING = 64
 FAMILIES = tuple(configs())

@@ -6,9 +6,6 @@ from functools import cache
 
 import pytest
 import torch
-from kept_states import same
-from serving_models import CONFIG, SPACING, VOCAB, alone, model, prompt
-from small_models import random_model
 
 from lineate.generation.choice import Sampling, choose_tokens
 from lineate.layers import Memory
@@ -21,6 +18,9 @@ from lineate.serving.engine.planning import Need, Plan, Shape
 from lineate.serving.engine.pool import Pool
 from lineate.serving.engine.reading import Reading
 from lineate.serving.engine.requests import Handle, Request
+from tests.support.kept_states import same
+from tests.support.serving_models import CONFIG, SPACING, VOCAB, alone, model, prompt
+from tests.support.small_models import random_model
 
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
 ROUNDINGS = ("nearest", "stochastic")

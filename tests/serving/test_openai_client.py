@@ -4,7 +4,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from few import few
+
+from tests.support.few import few
 
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")
@@ -12,14 +13,14 @@ pytest.importorskip("llguidance")
 
 import httpx
 import openai
-from chat_tokenizer import chat_tokenizer
-from live_server import live, until
-from small_models import random_model
 
 from lineate.models import preset
 from lineate.serving.app import describe
 from lineate.serving.cache.cache import StateCache
 from lineate.serving.engine.engine import Engine
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.live_server import live, until
+from tests.support.small_models import random_model
 
 MODEL, CONTEXT, SLOTS = "tiny-chat", 2048, 4
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello, who are you?"}]

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from odd_models import EXPERTS, odd
-from speculation import GREEDY, OPTIONS, make, plain, prompts, speculate
 
 from lineate.generation import Sampling, choose_tokens
 from lineate.models import HybridLM
 from lineate.serving.drafting import DraftRow
 from lineate.serving.drafting.predicting import PredictionDrafter
+from tests.support.odd_models import EXPERTS, odd
+from tests.support.speculation import GREEDY, OPTIONS, make, plain, prompts, speculate
 
 CONFIGS = {
     "GGGA": odd("GGGA", prediction=True, zero_centred_norm=True),

@@ -7,9 +7,6 @@ from functools import cache
 from itertools import product
 
 import pytest
-from chat_tokenizer import chat_tokenizer
-from serving_models import CONFIG, model, prompt
-from small_models import random_model
 
 from lineate.generation.choice import Sampling
 from lineate.models import HybridConfig, HybridLM
@@ -18,6 +15,9 @@ from lineate.serving.cache.identity import identity_of
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import Completion, Event, Request
 from lineate.text import Bytes, Tokenizer, load_tokenizer
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.serving_models import CONFIG, model, prompt
+from tests.support.small_models import random_model
 
 SPACING, LONG = 256, 4096
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
@@ -174,9 +174,8 @@ def serve():
     pytest.importorskip("fastapi")
     pytest.importorskip("llguidance")
     httpx = pytest.importorskip("httpx")
-    from live_server import live
-
     from lineate.serving.api.service import Description
+    from tests.support.live_server import live
 
     description = Description("tiny", context=4096, slots=1, created=0, fingerprint="x")
     with ExitStack() as stack:
@@ -277,11 +276,11 @@ NOTHING = "<think>\n\n</think>\n\n"
 )
 def test_what_the_next_prompt_begins_with(serve, tokenizer, answer, following, options, shared, tmp_path):
     """The next prompt begins with the last one and its answer, unless the template drops thoughts; then with less."""
-    from live_server import ScriptedEngine
+    from tests.support.live_server import ScriptedEngine
 
     if tokenizer == "qwen":
         pytest.importorskip("transformers")
-        from published import make_published
+        from tests.support.published import make_published
 
         make_published("bytes", tmp_path)
     tokenizer = {"plain": chat_tokenizer, "none": Bytes, "qwen": lambda: load_tokenizer(tmp_path)}[tokenizer]()

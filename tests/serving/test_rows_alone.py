@@ -4,9 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from few import few
-from serving_models import CONFIG, EXPERTS, VOCAB, prompt
-from small_models import random_model
 
 from lineate.models import (
     AttentionConfig,
@@ -21,6 +18,9 @@ from lineate.native.build import available
 from lineate.quantised.which import shrink, small_parameters
 from lineate.serving.engine.pool import Pool
 from lineate.system import processor
+from tests.support.few import few
+from tests.support.serving_models import CONFIG, EXPERTS, VOCAB, prompt
+from tests.support.small_models import random_model
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C compiler")
 MOST, CAPACITY, STEPS = 16, 384, 4

@@ -16,9 +16,6 @@ pytest.importorskip("llguidance")
 
 import httpx
 import openai
-from chat_tokenizer import chat_tokenizer
-from live_server import ScriptedEngine, live, until
-from small_models import random_model
 
 from lineate.models import preset
 from lineate.serving.api.service import Description
@@ -28,6 +25,9 @@ from lineate.serving.cache.cache import StateCache
 from lineate.serving.engine.engine import Engine
 from lineate.text.tokenizer import Bytes
 from lineate.web.limits import Limits
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.live_server import ScriptedEngine, live, until
+from tests.support.small_models import random_model
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]

@@ -15,14 +15,14 @@ pytest.importorskip("typer")
 pytest.importorskip("llguidance")
 
 import httpx
-from chat_tokenizer import chat_tokenizer
-from live_server import until
-from small_models import random_model
 from typer.testing import CliRunner
 
 from lineate.cli import build_app
 from lineate.models import preset
 from lineate.serving.command import is_local, read_keys
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.live_server import until
+from tests.support.small_models import random_model
 
 LONG = [{"role": "user", "content": "Tell me about the sea, at length. " * 20}]
 

@@ -6,7 +6,6 @@ from io import StringIO
 
 import pytest
 import torch
-from few import few
 
 from lineate.layers import kinds
 from lineate.tasks.model import ModelOptions, kinds_by_word, label, make_config
@@ -15,6 +14,7 @@ from lineate.tasks.quick import QUICK
 from lineate.tasks.registry import TASKS
 from lineate.tasks.runner import Cell, TrainOptions, run_cells, train_cell
 from lineate.tasks.task import TaskSizes
+from tests.support.few import few
 
 TRAIN = TrainOptions(steps=4, rows=2, eval_every=2, test_rows=4, test_pairs=(2,), test_lengths=(16, 32))
 CELLS = [Cell("recall", rule, seed, TaskSizes(16, 2, 32), ModelOptions(16), TRAIN) for rule in "LG" for seed in (0, 1)]

@@ -14,11 +14,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 import tokenizers
-from published import CHAT, KINDS, SPECIAL, make_published
 
 from lineate.models.files.safetensors import CheckpointError
 from lineate.text import DEFAULT_STOPS, DEFAULT_TEMPLATE, Bytes, ChatError, ChatTemplate, load_tokenizer
 from lineate.text.chat import read_chat
+from tests.support.published import CHAT, KINDS, SPECIAL, make_published
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a<b": ["\u4e2d", 1.5, None, True]}}}
 CONTENT = st.one_of(

@@ -3,7 +3,8 @@
 import resource
 
 import pytest
-from few import few
+
+from tests.support.few import few
 
 pytest.importorskip("jinja2")
 

@@ -12,7 +12,7 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
 @pytest.fixture(scope="module")
 def all_tokenizers(tmp_path_factory, bpe):
     pytest.importorskip("transformers")
-    from published import KINDS, make_published
+    from tests.support.published import KINDS, make_published
 
     found = [Bytes(), bpe]
     for kind in KINDS:

@@ -6,10 +6,10 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_stores import TEXTS, bpe_texts
 
 from lineate.text import tokenizer
 from lineate.text.tokenizer import load_tokenizer, make_tokenizer
+from tests.support.token_stores import TEXTS, bpe_texts
 
 
 def test_bytes(tmp_path):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_stores import END, TEXTS, make_store, view_of
 
 from lineate.training.batches import Batch, Batches
 from lineate.training.tokens import JoinedSpans, TokenStore, permutation
+from tests.support.token_stores import END, TEXTS, make_store, view_of
 
 # The split
 

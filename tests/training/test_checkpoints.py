@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from few import few
-from ranks import Started
-from runs import assert_same_bits, everything, make_config
 
 from lineate.models import HybridLM
 from lineate.models.files import safetensors as files
@@ -24,6 +21,9 @@ from lineate.training.config import TrainConfig
 from lineate.training.loop import Trainer, TrainingStopped
 from lineate.training.prepare import prepare, train
 from lineate.training.report import read_metrics
+from tests.support.few import few
+from tests.support.ranks import Started
+from tests.support.runs import assert_same_bits, everything, make_config
 
 
 def live(source: Path, resume: bool, moment: int) -> None:

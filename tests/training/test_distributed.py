@@ -9,7 +9,6 @@ from functools import lru_cache, partial
 
 import pytest
 import torch
-from ranks import make_store, run_ranks
 from torch.distributed.tensor import DTensor
 
 from lineate.models import HybridLM
@@ -20,6 +19,7 @@ from lineate.training.batches import Batch
 from lineate.training.checkpoint import write_state
 from lineate.training.distributed import World, fully_shard_model
 from lineate.training.sharded import full_state, load_distributed, save_distributed
+from tests.support.ranks import make_store, run_ranks
 
 TOLERANCE = 1e-4  # of the loss, over all steps
 VOCAB, ROWS, LENGTH = 37, 8, 24

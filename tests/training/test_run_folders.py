@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Started, run_ranks
-from runs import make_config
 
 from lineate.cli import main
 from lineate.models import HybridLM
@@ -28,6 +26,8 @@ from lineate.training.prepare import prepare, train
 from lineate.training.report import RunReporter
 from lineate.training.sources import documents
 from lineate.training.tokens import TokenStore
+from tests.support.ranks import Started, run_ranks
+from tests.support.runs import make_config
 
 
 def train_slowly(folder: Path, where: str) -> None:
@@ -190,8 +190,8 @@ def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path, changes: dict[
 def test_a_published_checkpoint_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
     """A tokenizer that cannot be read is refused, and so is one with more tokens than the model, or without an end."""
     pytest.importorskip("transformers")
-    from families import build
-    from published import make_published
+    from tests.support.families import build
+    from tests.support.published import make_published
 
     config, folder = make_config(tmp_path), tmp_path / "published"
     build("qwen3_5", vocab_size=300, num_hidden_layers=2).save_pretrained(folder)
@@ -230,8 +230,8 @@ def test_a_published_checkpoint_is_refused_before_anything_is_computed(tmp_path:
 def test_a_published_checkpoint_is_trained_with_its_own_tokenizer(tmp_path: Path) -> None:
     """The run, its checkpoints and its model have the tokenizer's files as they were; a run goes on with them."""
     pytest.importorskip("transformers")
-    from families import build
-    from published import make_published
+    from tests.support.families import build
+    from tests.support.published import make_published
 
     folder, names = tmp_path / "published", ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     build("qwen3_5", vocab_size=800, num_hidden_layers=2, eos_token_id=5).save_pretrained(folder)

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from few import few
-from runs import assert_same_bits, everything, make_config, make_model
 
 from lineate.models import HybridLM
 from lineate.training.loop import MAX_SKIPPED_STEPS, Trainer, TrainingStopped
 from lineate.training.optim import make_optimizer
 from lineate.training.prepare import prepare
 from lineate.training.report import read_metrics
+from tests.support.few import few
+from tests.support.runs import assert_same_bits, everything, make_config, make_model
 
 both = pytest.mark.parametrize("optimizer", few(["adamw", "muon"], ["muon"]))
 

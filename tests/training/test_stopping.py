@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Started
-from runs import assert_same_bits, everything, make_config, short_samples
 
 from lineate.cli import main
 from lineate.training import checkpoint, stopping
@@ -19,6 +17,8 @@ from lineate.training.config import TrainConfig
 from lineate.training.loop import Trainer, TrainingStopped
 from lineate.training.prepare import prepare, train
 from lineate.training.report import read_metrics
+from tests.support.ranks import Started
+from tests.support.runs import assert_same_bits, everything, make_config, short_samples
 
 
 def be_stuck(config: str, signals: list[int], grace: float) -> None:

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from few import few
-from runs import assert_same_bits, everything, make_config, make_model, make_texts
 
 from lineate.generation import choose, generate, stream_text
 from lineate.generation.command import run_generate
@@ -32,6 +30,8 @@ from lineate.training.order import ShuffledBatches
 from lineate.training.prepare import prepare, train
 from lineate.training.report import read_metrics, smooth
 from lineate.training.tokens import TokenStore
+from tests.support.few import few
+from tests.support.runs import assert_same_bits, everything, make_config, make_model, make_texts
 
 
 def closed(trainer: Trainer) -> Trainer:

@@ -4,10 +4,11 @@ import json
 import re
 
 import pytest
-from browser import Window
-from chat_page import REFUSED, held, roles, row, say, send, texts, titles
-from few import few
-from scripted_server import MEMORY_BYTES, Script, ScriptedServer
+
+from tests.support.browser import Window
+from tests.support.chat_page import REFUSED, held, roles, row, say, send, texts, titles
+from tests.support.few import few
+from tests.support.scripted_server import MEMORY_BYTES, Script, ScriptedServer
 
 
 def test_an_answer_streams(server, page):

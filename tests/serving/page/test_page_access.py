@@ -3,11 +3,12 @@
 import re
 
 import pytest
-from browser import Window
-from chat_page import REFUSED, focused, say, texts, titles, walk
-from few import few
-from page_checks import CONTRAST
-from scripted_server import Script
+
+from tests.support.browser import Window
+from tests.support.chat_page import REFUSED, focused, say, texts, titles, walk
+from tests.support.few import few
+from tests.support.page_checks import CONTRAST
+from tests.support.scripted_server import Script
 
 
 def test_keyboard_only(server, page):

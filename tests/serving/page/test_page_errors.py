@@ -1,9 +1,10 @@
 """What goes wrong on the chat page is said where it happened, can be tried again, and loses nothing that was typed."""
 
 import pytest
-from browser import Window
-from chat_page import REFUSED, roles, say, send, texts
-from scripted_server import Script, ScriptedServer
+
+from tests.support.browser import Window
+from tests.support.chat_page import REFUSED, roles, say, send, texts
+from tests.support.scripted_server import Script, ScriptedServer
 
 HALVES = {"pieces": ("Half ", "whole.")}
 

@@ -6,11 +6,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from browser import Window
-from chat_page import REFUSED, roles, say, texts, titles
-from scripted_server import PAGE, Script, ScriptedServer
 
 from lineate.web.pages import page_files
+from tests.support.browser import Window
+from tests.support.chat_page import REFUSED, roles, say, texts, titles
+from tests.support.scripted_server import PAGE, Script, ScriptedServer
 
 ROOT = Path(__file__).parents[3]
 NOWHERE = (
