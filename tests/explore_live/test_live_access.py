@@ -13,8 +13,10 @@ import pytest
 from tests.support.browser import Window
 from tests.support.chat_page import focused, walk
 from tests.support.explore_page import answers, asked, steps, tiny_texts, write
-from tests.support.few import few
+from tests.support.marks import slow_but
 from tests.support.page_checks import CONTRAST
+
+pytestmark = pytest.mark.cover
 
 AXE = Path(__file__).parents[2] / "out" / "axe" / "axe.min.js"
 VIEWS = ("memory", "model", "learning", "plan", "lessons")
@@ -120,7 +122,7 @@ def show(page, view):
         page.select_option("#which-model", label="a folder …")
 
 
-@pytest.mark.parametrize("view", few(VIEWS, ["model"]))
+@pytest.mark.parametrize("view", slow_but(VIEWS, ["model"]))
 def test_phone(browser, address, view):
     window = Window(browser, address, **PHONE)
     page = window.open()

@@ -14,6 +14,8 @@ from lineate.explore.live import export as exporting
 from tests.support.browser import Window
 from tests.support.explore_page import answers, asked, some_models
 
+pytestmark = pytest.mark.cover
+
 LIVE_ONLY = "This page is a copy without a server, and it keeps no answer for that"
 
 

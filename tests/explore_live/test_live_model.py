@@ -42,6 +42,7 @@ def client_of(*models):
     return testing.TestClient(make_app(HOSTS, Models(*models)), base_url="http://127.0.0.1")
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("pattern", ["KGAT", "LRDM", "SSA"])
 def test_numbers_are_those_of_the_model(pattern):
     given = untrained(pattern)

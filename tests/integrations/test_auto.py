@@ -217,6 +217,7 @@ def test_folders_are_read_both_ways(name, tmp_path):
         assert torch.equal(plain(x).logits, model(x).logits) and plain.config == CONFIGS[name]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
 def test_a_published_family_generates(family, tmp_path):
     theirs, x = families.build(family), ids(2, 9)

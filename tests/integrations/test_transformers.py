@@ -109,6 +109,7 @@ def test_a_cache_passes_between_both(kind):
             at += cuts[i]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("padding", [0, pytest.param(5, marks=SLOW)])
 def test_greedy_tokens(model, padding):
     """32 tokens, also of a row that is padded on the left."""

@@ -93,7 +93,7 @@ def check(
         assert error <= allowed, f"{name}: {error:.2e}"
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @BOUND
 @NORMALIZE
 @pytest.mark.parametrize(("path", "shape"), PLACES)
@@ -103,7 +103,7 @@ def test_gate_sums_of_one_sign(path, shape, normalize, lower_bound):
     check(shape, path, half_square, 0.003, draws, normalize=normalize, lower_bound=lower_bound)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @BOUND
 @NORMALIZE
 @pytest.mark.parametrize(("path", "shape"), PLACES)

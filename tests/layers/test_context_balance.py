@@ -419,6 +419,7 @@ def test_queries_move_in_these_cases(monkeypatch, name):
     assert bool(moves) == (name not in ("1 rank", "rows, one token each", "packed, tiny"))  # a query is too much there
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name", case.fast)
 def test_ranks_equal_one_process(on_cpu, name):
     check(on_cpu, name)

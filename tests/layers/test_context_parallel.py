@@ -201,6 +201,7 @@ slow_on_cpu = on_ranks(run_cases, "cpu", case.slow)
 on_gpu = on_ranks(run_cases, "cuda", GPU_CASES)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name", case.fast)
 def test_ranks_equal_one_process(on_cpu, name):
     check(on_cpu, name)

@@ -167,6 +167,7 @@ def test_models_convert_and_continue_states(pattern):
         state = out.state
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("pattern", ["GGGA", "SSA"])
 @torch.no_grad()

@@ -332,6 +332,7 @@ def test_dtypes(name):
     torch.testing.assert_close(y.float(), exact, rtol=0.1, atol=0.1 * exact.abs().max().item())
 
 
+@pytest.mark.cover
 @models
 @torch.no_grad()
 def test_bytes_do_not_grow(model):

@@ -89,6 +89,7 @@ def same_state(got: ModelState, expected: ModelState, tolerance: float) -> None:
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @cases
 @prompts
 @torch.no_grad()
@@ -103,6 +104,7 @@ def test_equals_eager_decoding(case, lengths, monkeypatch):
     same_state(decoder.state, final, 1e-4)
 
 
+@pytest.mark.cover
 @prompts
 @torch.no_grad()
 def test_equals_eager_decoding_in_float64(lengths):

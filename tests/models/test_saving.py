@@ -232,6 +232,7 @@ def test_offloaded_by_accelerate():
         check_saveable(model)
 
 
+@pytest.mark.cover
 def test_transformers_model(tmp_path):
     auto = pytest.importorskip("lineate.integrations.auto")
     model = auto.LineateForCausalLM.from_hybrid(build())

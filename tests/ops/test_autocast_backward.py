@@ -37,6 +37,7 @@ def check(call: Callable[..., Any], given: list[Tensor], when: str) -> None:
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("when", AUTOCAST)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)

@@ -41,7 +41,7 @@ def test_every_rule(row, t, path):
     check(row, inputs_of(row, SHAPE._replace(t=t)), path)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("row", "special"), SPECIAL_ROWS, ids=str)
 def test_special_inputs(row, special, path):
@@ -288,12 +288,14 @@ def call_compiled(inputs: Inputs, path: Path, backend: str, **options: object) -
         assert torch.allclose(got[1], expected[1])
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", [LINEAR, KIMI_DELTA], ids=str)
 def test_compiled_equals_eager(row, path):
     call_compiled(inputs_of(row, SMALL._replace(t=2)), path, "aot_eager")
 
 
+@pytest.mark.cover
 def test_compiled_with_everything():
     inputs = inputs_of(KIMI_DELTA, Shape(1, 3, 1, 2, 3, 2), texts=5)
     call_compiled(
@@ -304,6 +306,7 @@ def test_compiled_with_everything():
         call_compiled(inputs_of(KIMI_DELTA, SMALL._replace(t=2)), ("cpu", "auto"), "aot_eager", **raw)
 
 
+@pytest.mark.cover
 def test_what_torch_demands_of_custom_ops():
     inputs = inputs_of(GATED_DELTA, SHAPE._replace(t=2), texts=4)
     names = ("q", "k", "v", "log_decay", "beta", "state")

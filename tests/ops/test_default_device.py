@@ -76,7 +76,7 @@ TEXTS = (3, 0, 17, 1)
 TRITON = pytest.param({"form": "chunkwise", "backend": "triton"}, id="triton", marks=[interpreted, pytest.mark.slow])
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", [*FORWARD_PATHS, TRITON])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("row", (GATED_DELTA, KIMI_DELTA), ids=str)
@@ -120,7 +120,7 @@ def make_model(pattern: str) -> HybridLM:
     return HybridLM(replace(config, n_layers=len(pattern)))
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("letter", LETTERS)
 def test_models_of_every_mixer(letter, elsewhere):
     """Forward, backward and two more tokens work, with rows and with packed sequences."""
@@ -179,6 +179,7 @@ def trained_here(tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
     return folder, train_and_resume(folder, folder / "run")
 
 
+@pytest.mark.cover
 def test_training(elsewhere, trained_here, tmp_path):
     """A run, and one that goes on from its checkpoint."""
     folder, wanted = trained_here

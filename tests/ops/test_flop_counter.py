@@ -127,6 +127,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.cover
 def test_a_counter_imported_after_lineate() -> None:
     done = fresh.run(LATE)
     assert done.returncode == 0, done.stderr

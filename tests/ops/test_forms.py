@@ -52,7 +52,7 @@ def every_form(row: Row, inputs: Inputs, **options: object):
     yield "parallel", run(row, inputs, "parallel", **options)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_forms_agree(row, shape):
@@ -62,7 +62,7 @@ def test_forms_agree(row, shape):
         assert_float64_agrees(got, expected, form)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize(("row", "special"), SPECIAL_ROWS, ids=str)
 def test_forms_agree_on_special_inputs(row, special):
     inputs = draw(row, SMALL, special, seed=1)
@@ -71,7 +71,7 @@ def test_forms_agree_on_special_inputs(row, special):
         assert_float64_agrees(got, expected, form)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("normalize_qk", [False, True], ids=["as is", "normalize_qk"])
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_forms_agree_on_packed_texts(row, normalize_qk):
@@ -89,6 +89,7 @@ def test_auto_agrees_for_every_short_length(row):
         assert_float64_agrees(run(row, inputs, "auto"), oracle(row, inputs), t)
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_five_thousand_tokens():
     """79 chunks agree in float64, and in float32 by every backend."""
@@ -109,6 +110,7 @@ def gradchecks() -> Iterator[object]:
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize(("row", "form", "texts"), gradchecks())
 def test_gradcheck(row, form, texts):
     """Numerical derivatives of output and state with respect to everything agree, across chunks of 2."""
@@ -123,6 +125,7 @@ def test_gradcheck(row, form, texts):
     assert torch.autograd.gradcheck(function, [x.clone().requires_grad_() for x in inputs.values()])
 
 
+@pytest.mark.cover
 def test_second_derivatives():
     """The recurrent and parallel forms differentiate twice; the chunkwise one refuses instead of dropping terms."""
     inputs = draw(KIMI_DELTA, Shape(1, 3, 1, 1, 2, 2))

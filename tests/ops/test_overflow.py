@@ -59,6 +59,7 @@ def test_training_and_packed_texts(path: dict[str, str]) -> None:
     quiet(out.sum().backward)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=[interpreted])])
 @pytest.mark.parametrize("raw", [False, True], ids=["gates", "raw gates"])
 def test_decoding(backend: str, raw: bool) -> None:
@@ -156,6 +157,7 @@ warnings.simplefilter("ignore", RuntimeWarning)
 """
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("before, said", [("", 1), (IGNORED, 0)], ids=["shown", "ignored"])
 def test_once_a_process(before: str, said: int) -> None:
     done = run_freshly(before + SCRIPT)

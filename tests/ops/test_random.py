@@ -62,6 +62,7 @@ def calls(pick, row: Row) -> Call:
     )
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_forms_agree_on_random_calls(row, examples):

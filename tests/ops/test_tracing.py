@@ -39,7 +39,7 @@ def as_call(row: Row, **options: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return call
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", FORWARD_PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_trace_gives_what_the_op_gives(row: Row, path: dict[str, str]) -> None:
@@ -53,7 +53,7 @@ def test_a_trace_gives_what_the_op_gives(row: Row, path: dict[str, str]) -> None
             torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_trace_differentiates(row: Row, path: dict[str, str]) -> None:

@@ -137,7 +137,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @needs_native
 @pytest.mark.parametrize("row", (GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA), ids=str)
 @pytest.mark.parametrize("name", VIEWS)
@@ -268,6 +268,7 @@ def test_parts_of_layers_take_any_view(part, name):
     assert_like_a_copy(function, drawn(shapes), view)
 
 
+@pytest.mark.cover
 @interpreted
 @pytest.mark.parametrize("view", [negative, VIEWS["zero tensor"]], ids=["negative", "zero tensor"])
 def test_kernels_of_layers_take_virtual_tensors(view):

@@ -233,6 +233,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("what", CHECKS)
 def test_structure(what):
     found = CHECKS[what]()

@@ -43,7 +43,7 @@ def kept_bytes(model: HybridLM) -> int:
     return sum(x.nbytes for x in plain) + sum(x.nbytes_kept for x in small.values())
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize("letter", [kind.letter for kind in kinds() if kind.built_in])
 def test_logits_of_every_mixer(letter, form):

@@ -208,6 +208,7 @@ def test_different_answers_are_each_read():
         assert engine.cache.find((*QUESTION, *found.tokens, 0)).length == 2 * SPACING
 
 
+@pytest.mark.cover
 def test_only_so_many_wait():
     """While another request keeps the engine busy, the oldest answers are given up."""
     engine = make(slots=8)

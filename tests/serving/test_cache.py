@@ -198,6 +198,7 @@ def lines_of(call) -> int:
     return lines
 
 
+@pytest.mark.cover
 def test_looking_up_takes_as_long_whatever_else_is_kept():
     cache, counted = StateCache(10**8, 4), []
     prompt = [3, 10, 10, 10, 1]

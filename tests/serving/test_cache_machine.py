@@ -10,6 +10,7 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -214,7 +215,7 @@ class CacheMachine(RuleBasedStateMachine):
             shutil.rmtree(self.place)
 
 
-TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine = pytest.mark.cover(CacheMachine.TestCase)
 TestCacheMachine.settings = settings(
     max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -53,6 +53,7 @@ def test_a_head_that_never_ends(server, sent):
         assert rest(connection).count(b"HTTP/1.1 200") == sent.count(HEALTH)
 
 
+@pytest.mark.cover
 def test_a_head_that_trickles(server):
     """Bytes that come one by one do not prolong the time of a head."""
     with connect(server) as connection, pytest.raises(OSError):
@@ -62,6 +63,7 @@ def test_a_head_that_trickles(server):
             time.sleep(0.05)
 
 
+@pytest.mark.cover
 def test_a_body_may_take_longer_than_a_head(server):
     body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
     with connect(server) as connection:
@@ -91,6 +93,7 @@ def test_bytes_that_are_no_http(server, sent):
     )
 
 
+@pytest.mark.cover
 def test_a_kept_connection_serves_again(server):
     """Times of heads end with them: a connection lives longer than any one."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT)

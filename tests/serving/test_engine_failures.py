@@ -137,6 +137,7 @@ def test_listeners_get_every_event():
         assert [event.finished for event in own] == [None] * 5 + ["length"]
 
 
+@pytest.mark.cover
 def test_many_threads():
     """Requests come from several threads while the engine runs in its own; some are cancelled."""
     engine = make(slots=3)
@@ -164,6 +165,7 @@ def test_many_threads():
     assert finished["length"] >= 12 and sum(finished.values()) == 16
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("started", [False, True])
 def test_stopping_drains_or_cancels(started):
     for drain in (True, False):

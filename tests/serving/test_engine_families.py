@@ -10,13 +10,14 @@ from lineate.serving.drafting import PromptLookup
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import Request
 from tests.support.families import FAMILIES, VOCAB, build
-from tests.support.few import few
+from tests.support.marks import slow_but
 from tests.support.serving_models import SPACING
 
 pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("family", few(FAMILIES, ("qwen3_5_moe", "kimi_linear")))
+@pytest.mark.cover
+@pytest.mark.parametrize("family", slow_but(FAMILIES, ("qwen3_5_moe", "kimi_linear")))
 @torch.no_grad()
 def test_tokens_are_those_of_transformers(family, tmp_path):
     theirs = build(family)

@@ -177,6 +177,7 @@ def run(examples: int) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.cover
 def test_any_schedule_gives_the_same_tokens():
     run(6)
 

@@ -20,7 +20,7 @@ from lineate.serving.drafting import PromptLookup
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import Completion, Handle, Request
 from tests.support import serving_models
-from tests.support.few import few
+from tests.support.marks import slow_but
 from tests.support.serving_models import PATTERNS, SPACING
 
 FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "olmo_hybrid")
@@ -137,7 +137,7 @@ def run_all(lm: HybridLM, folder, budget: int, guesses: bool, rounds: int) -> No
     assert all(seen.values()), seen
 
 
-@pytest.mark.parametrize("subject", few([*FAMILIES, *PATTERNS], ("qwen3_5_moe", *list(PATTERNS)[:1])))
+@pytest.mark.parametrize("subject", slow_but([*FAMILIES, *PATTERNS], ("qwen3_5_moe", *list(PATTERNS)[:1])))
 @pytest.mark.parametrize("guesses", [False, True])
 def test_nothing_depends_on_anything_else(subject, guesses, load, tmp_path):
     lm = load(subject)
@@ -154,7 +154,7 @@ def test_in_many_orders(subject, guesses, budget, load, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "subject", few([*FAMILIES, *PATTERNS], ("qwen3_next", "olmo_hybrid", "kimi_linear", *list(PATTERNS)[:2]))
+    "subject", slow_but([*FAMILIES, *PATTERNS], ("qwen3_next", "olmo_hybrid", "kimi_linear", *list(PATTERNS)[:2]))
 )
 def test_logits_from_a_kept_state_have_the_same_bits(subject, load, tmp_path):
     """All log-probabilities of the first token: from a state on the grid, from the prompt's end, and from files."""
@@ -178,6 +178,7 @@ def test_logits_from_a_kept_state_have_the_same_bits(subject, load, tmp_path):
     assert cached == [128, 140, 140, 140]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_greedy_tokens_are_those_of_transformers(family, load):

@@ -89,6 +89,7 @@ def fresh(model: HybridLM, ids: tuple[int, ...], new: int = 4, sampling: Samplin
     return handle.result(0)[0].tokens
 
 
+@pytest.mark.cover
 @cases("pattern, restarted", (False,), (True,), restarted=(False, True))
 def test_a_shared_beginning_is_read_once(pattern, restarted, tmp_path):
     """Of 4,096 tokens none is read again, whatever follows them, nor if nothing follows."""
@@ -118,6 +119,7 @@ def test_a_shared_beginning_that_ends_between_two_cuts():
         assert found.tokens == fresh(lm, ids)
 
 
+@pytest.mark.cover
 @cases(
     "pattern, length, restarted", (LONG + 99, False), (LONG + 130, True),
     length=(LONG, LONG + 99, LONG + 101, LONG + 130), restarted=(False, True),
@@ -137,6 +139,7 @@ def test_an_edit_before_the_end(pattern, length, restarted, tmp_path):
         assert found.tokens == fresh(lm, edited)
 
 
+@pytest.mark.cover
 @cases("pattern, restarted", (True,), restarted=(False, True))
 def test_a_conversation_reads_only_the_new_turn(pattern, restarted, tmp_path):
     """Ten turns: what the user adds is read, after less than a piece; answers were read again after they ended."""
@@ -155,6 +158,7 @@ def test_a_conversation_reads_only_the_new_turn(pattern, restarted, tmp_path):
     assert aside == 2 * SPACING  # the answers in which the text passed a multiple of the spacing
 
 
+@pytest.mark.cover
 def test_evictions_cost_tokens_but_change_none():
     """A budget of three states of a conversation: it goes on from whatever is left."""
     lm, ids = model("GA"), prompt(700, seed=9)
@@ -212,6 +216,7 @@ def small_config(tokenizer: Tokenizer) -> HybridConfig:
     return replace(CONFIG, vocab_size=tokenizer.vocab_size, n_layers=2, pattern="GA")
 
 
+@pytest.mark.cover
 def test_a_chat_reads_only_the_new_message(serve, tmp_path):
     """Ten turns through the server and the chat template, with a restart in the middle; only less than a piece more."""
     tokenizer = chat_tokenizer()
@@ -241,6 +246,7 @@ def test_a_chat_reads_only_the_new_message(serve, tmp_path):
     assert reasons == {"stop", "length"}
 
 
+@pytest.mark.cover
 def test_a_chat_whose_template_rewrites_the_last_answer(serve):
     """A template that opens every answer with <think>, and leaves that out later: one goes on from the last cut."""
     tokenizer = chat_tokenizer(think="<think>\n")

@@ -70,6 +70,7 @@ class Process:
         self.process.wait(30)
 
 
+@pytest.mark.cover
 def test_serving_draining_and_starting_again(folder, tmp_path):
     options = ("--cache-folder", tmp_path / "states", "--spacing", "64", "--draft", "lookup", "--context", "4096")
     body = {"messages": LONG, "max_tokens": 8, "seed": 1, "temperature": 0}
@@ -185,6 +186,7 @@ def test_local_addresses(host, local):
     assert is_local(host) == local
 
 
+@pytest.mark.cover
 def test_memories_in_bfloat16(folder):
     """The options reach the pool, and clients see that answers are made so, and how many bytes a sequence has."""
     from starlette.testclient import TestClient

@@ -337,7 +337,7 @@ RAW = {
 }
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("route", [CHAT, TEXT, "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("case", RAW)
 def test_bytes_that_are_no_body(http, case, route):
@@ -393,6 +393,7 @@ JSON = st.recursive(
 FIELDS = sorted({name for _, body, _ in MALFORMED.values() for name in body})
 
 
+@pytest.mark.cover
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(route=st.sampled_from([CHAT, TEXT]), fields=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
 def test_no_value_breaks_the_server(http, route, fields):

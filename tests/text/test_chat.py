@@ -41,6 +41,7 @@ def pairs(tmp_path_factory):
     return found
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40, deadline=None)
 @given(
@@ -63,6 +64,7 @@ PIECES = st.lists(
 ).map("".join)
 
 
+@pytest.mark.cover
 @settings(max_examples=200, deadline=None)
 @given(parts=st.lists(PIECES, min_size=1, max_size=4))
 @example(parts=["<|im_", "end|>"])
@@ -248,6 +250,7 @@ def test_without_the_library(monkeypatch):
         ChatTemplate("x").render([])
 
 
+@pytest.mark.cover
 def test_threads_have_an_allowance_each():
     template, found = ChatTemplate("{% for i in range(50000) %}{{ '' }}{% endfor %}x"), []
     threads = [threading.Thread(target=lambda: found.append(template.render([]))) for _ in range(4)]

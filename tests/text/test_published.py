@@ -36,6 +36,7 @@ def made(tmp_path_factory):
     return found
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(text=WORDS)

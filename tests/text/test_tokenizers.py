@@ -21,6 +21,7 @@ def test_bytes(tmp_path):
     assert load_tokenizer(tmp_path).identity == "bytes"
 
 
+@pytest.mark.cover
 @settings(max_examples=100, deadline=None)
 @given(text=st.text())
 def test_any_text_comes_back(bpe, text):

@@ -9,6 +9,7 @@ from tests.support.scripted_server import Script, ScriptedServer
 HALVES = {"pieces": ("Half ", "whole.")}
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     ("script", "message"),
     [
@@ -64,6 +65,7 @@ def test_retrying_an_earlier_answer_keeps_what_followed(server, window, page):
     assert texts(page) == ["Try", "", "go on", "You said: go on"]
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_a_server_that_cannot_be_reached(server, window, page):
     window.expected = REFUSED
@@ -76,6 +78,7 @@ def test_a_server_that_cannot_be_reached(server, window, page):
     assert texts(page) == ["Anyone?", "You said: Anyone?"]
 
 
+@pytest.mark.cover
 def test_a_key_is_asked_for_where_the_server_wants_one(browser):
     with ScriptedServer(key="secret") as server:
         window = Window(browser, server.address)
@@ -99,6 +102,7 @@ def test_a_key_is_asked_for_where_the_server_wants_one(browser):
         window.check()
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_a_full_storage_is_said_and_loses_nothing_that_is_shown(page):
     page.evaluate("""() => {

@@ -18,6 +18,8 @@ from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.live_server import WAIT, live, until
 from tests.support.small_models import random_model
 
+pytestmark = pytest.mark.cover
+
 CONTEXT, SLOTS = 8192, 4
 KEY = "a key of this server"
 
