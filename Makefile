@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE =
 # pytest-xdist workers; each runs torch on one thread, and whole files, whose cases share what they set up.
 WORKERS    ?= -n auto --maxprocesses 2 --dist loadfile
 # Files with tests for a GPU: its Python need not have what the others import.
-GPU_TESTS   = $(shell grep -rlE 'mark\.gpu|^from paths import' tests --include='test_*.py')
+GPU_TESTS   = $(shell grep -rlE 'mark\.gpu|^from tests.support.paths import' tests --include='test_*.py')
 # Where the tests of pages have no browser, installs one if it can; they are skipped, loudly, where it cannot.
 GET_BROWSER = $(VENV)/bin/python tests/support/browser_install.py
 # More arguments for pytest: make test ARGS="-k gated -x"

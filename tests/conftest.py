@@ -4,11 +4,8 @@
 kernels (a row in a dtype) stay in one part.
 
 --quick runs one case of each test function, a different one for each function, so that all kinds of cases are covered.
-Functions that take long are listed in tests/not_quick.txt, to which --quick --note-slow .5 adds; a new test is included
-at once.
-
-Of a function with the mark `cover`, the fast suite runs a few cases in which each value of each parameter occurs, and
-the other combinations are slow (support/covers.py). A new value is included at once.
+The mark `cover` keeps a function or a case out of it, the mark `slow` out of `make test`: tests/support/marks.py says
+how they are used.
 """
 
 import gc
@@ -16,21 +13,17 @@ import os
 import sys
 import zlib
 from collections import defaultdict
-from pathlib import Path
 
-import browser_install
-import interpreter
 import pytest
 import torch
-from covers import mark_slow
+
+from tests.support import browser_install, interpreter
+from tests.support.marks import choose_slow
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-NOT_QUICK = Path(__file__).with_name("not_quick.txt")
 THREADS = torch.get_num_threads()
-seconds: dict[str, float] = defaultdict(float)
-"""The seconds that each test took, by its id."""
 
 
 def pytest_runtest_setup(item):
@@ -44,8 +37,7 @@ def pytest_runtest_setup(item):
 
 def pytest_addoption(parser):
     parser.addoption("--shard", default="1/1", help="which part of the tests to run, such as 3/8")
-    parser.addoption("--quick", action="store_true", help="run one case of each function that is not in not_quick.txt")
-    parser.addoption("--note-slow", type=float, help="add functions that take more seconds than this to not_quick.txt")
+    parser.addoption("--quick", action="store_true", help="run one case of each function without the mark cover")
 
 
 def _group(item):
@@ -61,18 +53,13 @@ def _group(item):
     return "-".join(ids) or item.nodeid
 
 
-def _function(test):
-    """Return the id of a test without its case and folder."""
-    return test.split("[")[0].split("/")[-1]
-
-
 def _quick(items):
-    """Return one case, chosen by its name, of each function that is not in not_quick.txt."""
+    """Return one case of each function, chosen by its name, among those without the mark cover."""
     cases = defaultdict(list)
     for item in items:
-        cases[_function(item.nodeid)].append(item)
-    long = set(NOT_QUICK.read_text().split())
-    return [x[zlib.crc32(name.encode()) % len(x)] for name, x in cases.items() if name not in long]
+        if not item.get_closest_marker("cover"):
+            cases[item.nodeid.split("[")[0].split("/")[-1]].append(item)
+    return [x[zlib.crc32(name.encode()) % len(x)] for name, x in cases.items()]
 
 
 def _shard(items, which, count):
@@ -87,7 +74,7 @@ def _shard(items, which, count):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    mark_slow(items)
+    choose_slow(items)
     yield  # here -m deselects
     own = _quick(items) if config.getoption("--quick") else items
     which, count = map(int, config.getoption("--shard").split("/"))
@@ -96,10 +83,6 @@ def pytest_collection_modifyitems(config, items):
     ids = {item.nodeid for item in own}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in ids])
     items[:] = [item for item in items if item.nodeid in ids]
-
-
-def pytest_runtest_logreport(report):
-    seconds[report.nodeid] += report.duration
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -112,13 +95,6 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section("THE PAGES WERE NOT TESTED", red=True, bold=True)
         many = f"{count} test{'s' * (count > 1)} of the pages did not run"
         terminalreporter.line(f"WARNING: {many}: {browser_install.MISSING}; {browser_install.REMEDY}", red=True)
-
-
-def pytest_sessionfinish(session):
-    most = session.config.getoption("--note-slow")
-    if most is not None and not hasattr(session.config, "workerinput"):
-        long = {_function(test) for test, took in seconds.items() if took > most}
-        NOT_QUICK.write_text("".join(f"{name}\n" for name in sorted({*NOT_QUICK.read_text().split(), *long})))
 
 
 def pytest_collection_finish():

@@ -134,12 +134,15 @@ def save_and_load(model: HybridLM, ids: Tensor) -> Any:
 @cache
 def family_module() -> Any:
     """Return families.py of lineate's tests, wherever it is there; it makes tiny models of every family."""
-    tests = Path(lineate.__file__).resolve().parents[1] / "tests"
-    found = next(tests.rglob("families.py"), None)
+    root = Path(lineate.__file__).resolve().parents[1]
+    found = next((root / "tests").rglob("families.py"), None)
     if found is None:
-        raise FileNotFoundError(f"no families.py in {tests}")
-    sys.path[:0] = [str(found.parent), str(tests)]
-    return importlib.import_module("families")
+        raise FileNotFoundError(f"no families.py in {root / 'tests'}")
+    if not (found.parent / "__init__.py").exists():  # before these folders were packages
+        sys.path[:0] = [str(found.parent), str(root / "tests")]
+        return importlib.import_module("families")
+    sys.path.insert(0, str(root))
+    return importlib.import_module(".".join(found.relative_to(root).with_suffix("").parts))
 
 
 @torch.no_grad()

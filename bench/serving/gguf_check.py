@@ -8,7 +8,6 @@ in llama.cpp.
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import torch
 from bench.serving.llama import LlamaServer, version_of
 from lineate.models import HybridLM
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 VOCAB, TOKENS = 320, 60
 SHARED = dict(vocab_size=VOCAB, hidden_size=256, intermediate_size=256, num_hidden_layers=4)
 QWEN = SHARED | dict(
@@ -50,8 +48,8 @@ def rounded(name: str, shape: tuple[int, ...]) -> str:
 @torch.no_grad()
 def compare(binary: Path, family: str, kind: str, folder: Path) -> dict[str, object]:
     """Return the largest difference of log-probabilities, at the last of some tokens, and of the likeliest token."""
-    import gguf_files
-    from families import build
+    from tests.support import gguf_files
+    from tests.support.families import build
 
     build(family, **MODELS[family]).save_pretrained(folder / "published")
     tokens = {

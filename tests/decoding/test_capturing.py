@@ -9,13 +9,13 @@ from functools import partial
 
 import pytest
 import torch
-from serving_models import VOCAB, model, prompt
 from torch import Tensor
 
 from lineate.decoding import Decoder, capturing
 from lineate.decoding.in_place import capture
 from lineate.models import HybridLM
 from lineate.serving.engine.pool import Pool
+from tests.support.serving_models import VOCAB, model, prompt
 
 CUDA = torch.device("cuda")
 on_gpu = pytest.mark.gpu

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_models import random_model, variants
 from torch import Tensor
 
 from lineate.decoding import Decoder, in_place
@@ -20,6 +19,7 @@ from lineate.models import (
     LinearConfig,
     ModelState,
 )
+from tests.support.small_models import random_model, variants
 
 VOCAB = 96
 CONFIG = HybridConfig(
@@ -89,6 +89,7 @@ def same_state(got: ModelState, expected: ModelState, tolerance: float) -> None:
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @cases
 @prompts
 @torch.no_grad()
@@ -103,6 +104,7 @@ def test_equals_eager_decoding(case, lengths, monkeypatch):
     same_state(decoder.state, final, 1e-4)
 
 
+@pytest.mark.cover
 @prompts
 @torch.no_grad()
 def test_equals_eager_decoding_in_float64(lengths):

@@ -140,6 +140,7 @@ def test_words_follow_the_numbers(overwritten: recall.Overwrite) -> None:
     assert findings.UNUSUAL in findings.overwrite_findings(upside_down)
 
 
+@pytest.mark.cover
 def test_demo_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lineate.explore import demo
 

@@ -5,7 +5,8 @@ from io import BytesIO
 from xml.etree import ElementTree
 
 import pytest
-from few import few
+
+from tests.support.marks import slow_but
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("typer")
@@ -70,6 +71,7 @@ def test_what_the_font_lacks_is_spelt_and_long_words_are_cut():
     assert cut("x" * LONGEST_LABEL) == "x" * LONGEST_LABEL and cut("x" * 99) == "x" * (LONGEST_LABEL - 2) + ".."
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe", "published"])
 def test_attention_labels_both_axes_with_the_texts_of_the_tokens(tmp_path, tokenizer):
     if tokenizer != "bytes":
@@ -84,11 +86,13 @@ def test_attention_labels_both_axes_with_the_texts_of_the_tokens(tmp_path, token
         assert max(map(len, x)) <= LONGEST_LABEL and (tokenizer == "bytes") == (len(x) == 23)
 
 
+@pytest.mark.cover
 def test_without_a_tokenizer_ticks_are_positions(tmp_path):
     for x, y in ticks_of(draw("attention", model=str(folder_with(None, tmp_path, 32)), tokens=20)):
         assert x == y == ["1", "8", "16"]
 
 
+@pytest.mark.cover
 def test_many_tokens_have_labels_that_do_not_touch():
     text = "".join(chr(ord("a") + n % 26) for n in range(120))
     for x, _ in ticks_of(draw("attention", model="tiny", text=text, tokens=120)):
@@ -97,6 +101,7 @@ def test_many_tokens_have_labels_that_do_not_touch():
         assert "".join(x) == text[::every]
 
 
+@pytest.mark.cover
 def test_the_state_labels_a_short_text_and_counts_a_long_one():
     short = ticks_of(draw("state", model="tiny", text="def mean(x):", tokens=12))
     assert list("def\u2423mean(x):") in [x for x, _ in short]
@@ -104,8 +109,9 @@ def test_the_state_labels_a_short_text_and_counts_a_long_one():
     assert all(label.isdigit() for x, _ in long for label in x)
 
 
+@pytest.mark.cover
 @pytest.mark.filterwarnings("error")  # a glyph that the font lacks causes a warning
-@pytest.mark.parametrize("name", few(["attention", "state"], ["state"]))
+@pytest.mark.parametrize("name", slow_but(["attention", "state"], ["state"]))
 def test_hostile_texts_are_drawn_as_they_are(name):
     figure, written = draw(name, model="tiny", text=HOSTILE, tokens=40), BytesIO()
     figure.savefig(written, format="svg")
@@ -114,6 +120,7 @@ def test_hostile_texts_are_drawn_as_they_are(name):
     assert len(labels) >= 5 and not any(x.get_parse_math() for x in labels)
 
 
+@pytest.mark.cover
 def test_numbers_of_an_earlier_version_are_still_drawn(tmp_path):
     numbers = find("attention").compute(PictureOptions(model="tiny", tokens=9))
     del numbers["model"]["words_are_text"]

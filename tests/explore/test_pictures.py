@@ -5,10 +5,11 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import fields, replace
 from pathlib import Path
 
-import fresh
 import pytest
 import torch
-from few import few
+
+from tests.support import fresh
+from tests.support.marks import slow_but
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("typer")
@@ -231,6 +232,7 @@ def test_the_small_model_is_trained_once_and_kept(monkeypatch):
     assert all(torch.equal(x, again[name]) for name, x in kept.items())
 
 
+@pytest.mark.cover
 def test_a_damaged_cache_costs_only_time(monkeypatch, tmp_path):
     small.small_model()
     (folder,) = (tmp_path / "cache").glob("small-*")
@@ -255,6 +257,7 @@ def test_the_cache_is_where_the_user_wants_it(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / "mine"
 
 
+@pytest.mark.cover
 def test_training_lowers_the_loss_and_leaves_random_numbers_alone():
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -286,12 +289,13 @@ def drawn(tmp_path_factory):
     return get
 
 
-CASES = few(
+CASES = slow_but(
     [(name, kind) for name in OURS for kind in ("default", "model")],
     [("state", "model"), ("attention", "model"), ("growth", "default")],
 )
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("case", CASES)
 def test_the_files_are_whole(drawn, case):
     name, out = case[0], drawn(*case)
@@ -305,6 +309,7 @@ def test_the_files_are_whole(drawn, case):
     assert found["picture"] == name and "units" in text
 
 
+@pytest.mark.cover
 def test_the_same_numbers_give_the_same_bytes(drawn, tmp_path):
     name, out = "growth", drawn("growth", "default")
     paths = make(find(name), PictureOptions(), tmp_path, ("png", "svg"), out / f"{name}.json")
@@ -324,6 +329,7 @@ def _unseen(figure):
     return hidden
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("case", CASES)
 def test_no_text_is_cut_off_or_on_another(drawn, case):
     name, out = case[0], drawn(*case)
@@ -376,6 +382,7 @@ def test_the_name_of_a_folder_is_no_formula_and_not_too_long(name, tmp_path):
     assert any("more of it a$b_{c$" in text and "very long" not in text for text in said)
 
 
+@pytest.mark.cover
 def test_titles_say_what_the_numbers_say(drawn):
     numbers = numbers_of("state", tokens=12)
     numbers["rules"]["off"]["kimi_delta_attention"][-1] = 1.0
@@ -401,6 +408,7 @@ def test_not_a_number_is_null_in_json(tmp_path):
 # The command
 
 
+@pytest.mark.cover
 def test_the_command_prints_what_it_wrote(run, tmp_path):
     done = run("state", "--quick", "--out", tmp_path / "new" / "folder", "--format", "svg")
     assert done.exit_code == 0, done.output
@@ -503,6 +511,7 @@ def test_a_text_changes_what_is_seen():
     assert one["words"] == list("def mean") and one["matrices"] != other["matrices"]
 
 
+@pytest.mark.cover
 def test_matplotlib_is_imported_only_to_draw():
     code = (
         "import sys; from lineate.explore import attention, command, growth, state\n"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from few import few
 
 from lineate.explore import forgetting, lengths, load, memories, pictures, subject
 from lineate.explore.command import make
@@ -17,6 +16,7 @@ from lineate.explore.memories import DEMO_RULES, FIXED_SIZE, RecallSetting
 from lineate.explore.pictures import PictureOptions
 from lineate.models import HybridLM
 from lineate.models.presets import preset
+from tests.support.marks import slow_but
 
 pytest.importorskip("matplotlib", reason="pictures are drawn with it")
 
@@ -142,7 +142,8 @@ def test_forgetting_refuses_what_it_cannot_show() -> None:
         forgetting.compute(PictureOptions(tokens=1))
 
 
-@pytest.mark.parametrize("pattern", few(["GGGA", "GKRA", "K"], ["GKRA"]))
+@pytest.mark.cover
+@pytest.mark.parametrize("pattern", slow_but(["GGGA", "GKRA", "K"], ["GKRA"]))
 def test_forgetting_is_drawn(pattern: str, tmp_path: Path) -> None:
     numbers = forgetting.compute(PictureOptions(model="tiny", pattern=pattern, tokens=64))
     figure = drawn("forgetting", numbers, tmp_path)
@@ -161,6 +162,7 @@ def test_forgetting_is_drawn(pattern: str, tmp_path: Path) -> None:
     plt.close(figure)
 
 
+@pytest.mark.cover
 def test_forgetting_of_many_layers_is_drawn(tmp_path: Path) -> None:
     half_lives = [[2.0 + head] for head in range(32)]
     keys = ("half_life_quarter", "half_life_median", "half_life_three_quarters")
@@ -173,6 +175,7 @@ def test_forgetting_of_many_layers_is_drawn(tmp_path: Path) -> None:
     check_text(drawn("forgetting", numbers, tmp_path))
 
 
+@pytest.mark.cover
 def test_memories_fill_the_bytes_they_may_have(recalled: dict[str, Any]) -> None:
     budget = recalled["state_bytes"]
     assert budget == recalled["channels"] ** 2 * 4
@@ -186,6 +189,7 @@ def test_memories_fill_the_bytes_they_may_have(recalled: dict[str, Any]) -> None
         assert found == pytest.approx(min(1, kept / count), abs=0.05)
 
 
+@pytest.mark.cover
 def test_recall_is_what_the_demo_measures(recalled: dict[str, Any]) -> None:
     setting = RecallSetting(key_dim=recalled["channels"], trials=recalled["trials"], seed=recalled["seed"])
     for index, count in enumerate(recalled["pairs"]):
@@ -197,6 +201,7 @@ def test_recall_is_what_the_demo_measures(recalled: dict[str, Any]) -> None:
     assert recalled["memories"]["delta_rule"]["setting"][0] == [1.0]
 
 
+@pytest.mark.cover
 def test_correcting_holds_more_than_adding(recalled: dict[str, Any]) -> None:
     found = recalled["memories"]
     assert found["delta_rule"]["relative_error"][-1] < 0.6 * found["linear_attention"]["relative_error"][-1]
@@ -217,6 +222,7 @@ def test_reading_writes_nothing_and_later_pairs_matter(memory: load.MemoryUnderL
     assert first.shape == v.shape and torch.equal(first, second) and not torch.allclose(first, third, atol=1e-3)
 
 
+@pytest.mark.cover
 def test_recall_is_drawn(recalled: dict[str, Any], tmp_path: Path) -> None:
     figure = drawn("recall", recalled, tmp_path)
     error = recalled["memories"]["linear_attention"]["relative_error"][-1]
@@ -224,6 +230,7 @@ def test_recall_is_drawn(recalled: dict[str, Any], tmp_path: Path) -> None:
     check_text(figure)
 
 
+@pytest.mark.cover
 def test_a_memory_that_blew_up_is_left_out(recalled: dict[str, Any], tmp_path: Path) -> None:
     titans = recalled["memories"]["titans"] | {"relative_error": [math.inf] * len(recalled["load"])}
     check_text(drawn("recall", recalled | {"memories": recalled["memories"] | {"titans": titans}}, tmp_path))
@@ -239,6 +246,7 @@ def fake_cost(setting: CostSetting) -> MeasuredCost:
     return MeasuredCost(setting.heads, setting.head_dim, 1, setting.lengths, sizes, times, times)
 
 
+@pytest.mark.cover
 def test_cost_measures_up_to_the_tokens_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lengths, "measure_cost", fake_cost)
     assert lengths.compute(PictureOptions())["lengths"] == (256, 1024, 4096, 16384)
@@ -253,6 +261,7 @@ def test_cost_measures_up_to_the_tokens_asked_for(tmp_path: Path, monkeypatch: p
             lengths.compute(PictureOptions(tokens=tokens))
 
 
+@pytest.mark.cover
 def test_cost_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure = lengths.measure_cost
     monkeypatch.setattr(

@@ -85,12 +85,14 @@ def page(run: tuple[Path, str]) -> Page:
     return Page((run[0] / "report.html").read_text(encoding="utf-8"))
 
 
+@pytest.mark.cover
 def test_the_demo_says_where_the_page_is(run: tuple[Path, str]) -> None:
     out, said = run
     before, last = said.splitlines()[-2:]
     assert "one page" in before and last.strip() == str(out / "report.html")
 
 
+@pytest.mark.cover
 def test_nothing_is_loaded_from_elsewhere(run: tuple[Path, str], page: Page) -> None:
     html = (run[0] / "report.html").read_text(encoding="utf-8")
     assert "@import" not in html and "url(" not in html
@@ -105,6 +107,7 @@ def test_nothing_is_loaded_from_elsewhere(run: tuple[Path, str], page: Page) -> 
     assert {value[1:] for _, name, value in page.attributes if name == "href" and value} == targets
 
 
+@pytest.mark.cover
 def test_the_images_are_the_files(run: tuple[Path, str], page: Page) -> None:
     files = sorted(run[0].glob("*.png"))
     assert len(files) == len(page.images) == 5

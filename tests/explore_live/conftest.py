@@ -9,10 +9,9 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
-from browser import Window, started
-from explore_page import HOSTS, SIZES, asked, exploring, some_models
-
 from lineate.explore.live.app import make_app
+from tests.support.browser import Window, started
+from tests.support.explore_page import HOSTS, SIZES, asked, exploring, some_models
 
 
 @pytest.fixture(scope="package")

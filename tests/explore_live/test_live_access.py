@@ -9,11 +9,14 @@ What axe-core finds is asked for where it is there; it is not a part of the repo
 from pathlib import Path
 
 import pytest
-from browser import Window
-from chat_page import focused, walk
-from explore_page import answers, asked, steps, tiny_texts, write
-from few import few
-from page_checks import CONTRAST
+
+from tests.support.browser import Window
+from tests.support.chat_page import focused, walk
+from tests.support.explore_page import answers, asked, steps, tiny_texts, write
+from tests.support.marks import slow_but
+from tests.support.page_checks import CONTRAST
+
+pytestmark = pytest.mark.cover
 
 AXE = Path(__file__).parents[2] / "out" / "axe" / "axe.min.js"
 VIEWS = ("memory", "model", "learning", "plan", "lessons")
@@ -119,7 +122,7 @@ def show(page, view):
         page.select_option("#which-model", label="a folder …")
 
 
-@pytest.mark.parametrize("view", few(VIEWS, ["model"]))
+@pytest.mark.parametrize("view", slow_but(VIEWS, ["model"]))
 def test_phone(browser, address, view):
     window = Window(browser, address, **PHONE)
     page = window.open()

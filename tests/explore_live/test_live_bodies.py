@@ -60,6 +60,7 @@ def check(client, path, body):
         assert reply.status_code == 400 and error["param"] and error["message"], reply.text
 
 
+@pytest.mark.cover
 def test_memory(client):
     @SETTINGS
     @given(MEMORY)
@@ -69,6 +70,7 @@ def test_memory(client):
     run()
 
 
+@pytest.mark.cover
 def test_plan(client):
     @SETTINGS
     @given(PLAN)
@@ -78,6 +80,7 @@ def test_plan(client):
     run()
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ["/api/model", "/api/model/step"])
 def test_model(client, path):
     @FEWER
@@ -97,6 +100,7 @@ def test_lessons(client):
     run()
 
 
+@pytest.mark.cover
 def test_learning(client):
     @FEWER
     @given(LEARNING)

@@ -14,12 +14,13 @@ import pytest
 pytest.importorskip("typer")
 
 import httpx
-from live_server import until
 from typer.testing import CliRunner
 
 from lineate.cli import build_app
+from tests.support.live_server import until
 
 
+@pytest.mark.cover
 def test_it_serves_until_it_is_interrupted():
     command = [sys.executable, "-m", "lineate.cli", "explore", "tiny", "--port", "0", "--no-browser"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -7,12 +7,14 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-from browser import Window
-from explore_page import answers, asked, some_models
 from typer.testing import CliRunner
 
 from lineate.cli import build_app
 from lineate.explore.live import export as exporting
+from tests.support.browser import Window
+from tests.support.explore_page import answers, asked, some_models
+
+pytestmark = pytest.mark.cover
 
 LIVE_ONLY = "This page is a copy without a server, and it keeps no answer for that"
 

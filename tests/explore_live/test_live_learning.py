@@ -97,6 +97,7 @@ def test_lact_is_the_op(client):
     check(ask(client, memory="lact"), torch.cat(answers), v)
 
 
+@pytest.mark.cover
 def test_adam_is_that_of_torch():
     weight = torch.nn.Parameter(torch.randn(3, 3, generator=torch.Generator().manual_seed(0)))
     own, carried = {"S": weight.detach().clone()}, {"S": torch.zeros(3, 3)}

@@ -4,16 +4,16 @@ import base64
 import io
 
 import pytest
-from browser import Window
-from chat_page import walk
-from explore_page import SIZES
-from few import few
 from PIL import Image
 
 import lineate
 from lineate.explore.live import lessons_view
 from lineate.learn.lesson import run
 from lineate.learn.lessons import all_lessons
+from tests.support.browser import Window
+from tests.support.chat_page import walk
+from tests.support.explore_page import SIZES
+from tests.support.marks import slow_but
 
 LESSONS = all_lessons()
 REFUSED = "Failed to load resource"
@@ -36,7 +36,7 @@ def test_every_lesson_is_listed_and_shown(client):
     assert ask(client, "lessons", lesson=9)["references"][0].startswith("[Kimi2025] Kimi Team (2025)")
 
 
-@pytest.mark.parametrize("number", few(LESSONS, [9]))
+@pytest.mark.parametrize("number", slow_but(LESSONS, [9]))
 def test_a_lesson_is_run_by_the_runner_of_the_terminal(client, number):
     found, own = ask(client, "lessons/run", lesson=number), run(LESSONS[number])
     assert found["holds"] and found["printed"] == own.printed.rstrip()
@@ -79,7 +79,7 @@ def headed(page, words):
     page.locator("#lesson-title", has_text=words).wait_for()
 
 
-@pytest.mark.parametrize("size", few(SIZES, ["phone"]))
+@pytest.mark.parametrize("size", slow_but(SIZES, ["phone"]))
 def test_a_lesson_is_read_run_and_answered(sized, size, tmp_path):
     page, lesson = sized, LESSONS[9]
     page.click("#tab-lessons")
@@ -155,7 +155,7 @@ def test_keyboard_only(page):
     page.locator("#answers caption", has_text="Asked for B").wait_for()
 
 
-@pytest.mark.parametrize("link", few(["lesson=13", "lesson=kimi", "run=2", "code=1"], ["lesson=13"]))
+@pytest.mark.parametrize("link", slow_but(["lesson=13", "lesson=kimi", "run=2", "code=1"], ["lesson=13"]))
 def test_a_wrong_link_is_said(page, link):
     page.goto(page.url.partition("#")[0] + f"#lessons?{link}")
     page.locator("#notice", has_text="The link could not be read").wait_for()

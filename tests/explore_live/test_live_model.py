@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from explore_page import HOSTS, some_models, untrained
 
 from lineate.call import Inputs
 from lineate.explore.live.app import make_app
@@ -20,6 +19,7 @@ from lineate.models.hybrid import next_token_loss
 from lineate.rule import activate, rule_named
 from lineate.text import Bytes
 from lineate.web.errors import ApiError
+from tests.support.explore_page import HOSTS, some_models, untrained
 
 TEXT = "for value in values"
 IDS = torch.tensor([list(TEXT.encode())])
@@ -42,6 +42,7 @@ def client_of(*models):
     return testing.TestClient(make_app(HOSTS, Models(*models)), base_url="http://127.0.0.1")
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("pattern", ["KGAT", "LRDM", "SSA"])
 def test_numbers_are_those_of_the_model(pattern):
     given = untrained(pattern)

@@ -3,11 +3,13 @@
 import re
 
 import pytest
-from explore_page import NO_NUMBER, SIZES, answers, asked, clear, steps, write
-from few import few
 from PIL import Image
 
 from lineate.planning import HARDWARE, from_numbers, plan_memory, time_bounds, variants
+from tests.support.explore_page import NO_NUMBER, SIZES, answers, asked, clear, steps, write
+from tests.support.marks import slow_but
+
+pytestmark = pytest.mark.cover
 
 
 def drag(page, name, value):
@@ -28,7 +30,7 @@ def shows(page, rule, cells):
     row.filter(has_text=re.compile(r"\s*".join(map(re.escape, [rule, *cells])) + "$")).wait_for()
 
 
-@pytest.mark.parametrize("size", few(SIZES, ["phone"]))
+@pytest.mark.parametrize("size", slow_but(SIZES, ["phone"]))
 def test_write_overwrite_ask_forget_undo(sized):
     page = sized
     clear(page)
@@ -134,7 +136,7 @@ def test_a_link_restores_the_view(page, window):
 LINKS = ("memory?keys=99", "memory?steps=A:w:2:1", "memory?steps=Z:w:1:1", "memory?%", "plan?context=x", "plan?a=1")
 
 
-@pytest.mark.parametrize("link", few(LINKS, ["plan?context=x"]))
+@pytest.mark.parametrize("link", slow_but(LINKS, ["plan?context=x"]))
 def test_a_wrong_link_is_said(page, link):
     page.goto(page.url.partition("#")[0] + f"#{link}")
     page.locator("#notice", has_text="The link could not be read").wait_for()
@@ -147,7 +149,7 @@ def test_a_wrong_link_is_said(page, link):
     page.locator("#notice").wait_for(state="hidden")
 
 
-@pytest.mark.parametrize("view", few(["memory", "plan"], ["memory"]))
+@pytest.mark.parametrize("view", slow_but(["memory", "plan"], ["memory"]))
 def test_pictures_are_saved(page, view, tmp_path):
     page.click(f"#tab-{view}")
     page.locator(f"#{view} figure svg").first.wait_for()
@@ -164,7 +166,7 @@ def test_pictures_are_saved(page, view, tmp_path):
     assert image.size == (2 * width, 2 * height) and len(image.convert("RGB").getcolors(2**20)) > 10
 
 
-@pytest.mark.parametrize("size", few(SIZES, ["wide"]))
+@pytest.mark.parametrize("size", slow_but(SIZES, ["wide"]))
 def test_plan(sized):
     page = sized
     write(page, "C", "z")

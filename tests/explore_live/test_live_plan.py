@@ -67,6 +67,7 @@ def test_numbers_are_those_of_planning(client, pattern):
     check(found, model, several(HARDWARE["a100"], 2), 3, 5000)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name", ["qwen3-next-80b", "small"])
 def test_presets(client, name):
     found = ask(client, preset=name, context=262144, hardware="h200")
@@ -75,6 +76,7 @@ def test_presets(client, name):
     check(changed, read_model(name, "float32", "KA"), HARDWARE["h100"], 1, 32768)
 
 
+@pytest.mark.cover
 def test_the_page_offers_what_the_endpoint_takes(client):
     about = client.get("/api/about").json()
     assert about["presets"] == list(PRESETS)

@@ -3,10 +3,13 @@
 import re
 
 import pytest
-from chat_page import REFUSED
-from explore_page import SIZES
-from few import few
 from PIL import Image
+
+from tests.support.chat_page import REFUSED
+from tests.support.explore_page import SIZES
+from tests.support.marks import slow_but
+
+pytestmark = pytest.mark.cover
 
 
 def summary(page, *words):
@@ -33,7 +36,7 @@ def titles(page, view="model"):
     return [text.split(":")[0] for text in page.locator(f"#{view} figure svg > title").all_text_contents()]
 
 
-@pytest.mark.parametrize("size", few(SIZES, ["wide"]))
+@pytest.mark.parametrize("size", slow_but(SIZES, ["wide"]))
 def test_a_text_is_read_token_by_token(sized):
     page = sized
     page.click("#tab-model")
@@ -78,7 +81,7 @@ def test_a_text_is_read_token_by_token(sized):
     summary(page, "layer 3", "see the view Learning")
 
 
-@pytest.mark.parametrize("size", few(SIZES, ["phone"]))
+@pytest.mark.parametrize("size", slow_but(SIZES, ["phone"]))
 def test_a_change_is_seen_beside_the_model(sized):
     page = sized
     page.click("#tab-model")
@@ -150,7 +153,7 @@ def learned(page, words):
     page.locator("#learning-summary", has_text=words).wait_for()
 
 
-@pytest.mark.parametrize("size", few(SIZES, ["phone"]))
+@pytest.mark.parametrize("size", slow_but(SIZES, ["phone"]))
 def test_an_optimiser_is_exchanged(sized):
     page = sized
     page.click("#tab-learning")
@@ -221,7 +224,7 @@ def test_a_wrong_link_is_said(page, link):
     page.locator("#notice").wait_for(state="hidden")
 
 
-@pytest.mark.parametrize("view", few(["model", "learning"], ["model"]))
+@pytest.mark.parametrize("view", slow_but(["model", "learning"], ["model"]))
 def test_pictures_are_saved(page, view, tmp_path):
     word = {"model": "Attention", "learning": "1 - cosine"}[view]
     page.click(f"#tab-{view}")

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from few import few
 from torch import Tensor
 
 from lineate.generation import choice
 from lineate.generation.choice import Draws, Sampling, choose_tokens, log_probabilities
 from lineate.generation.drawing import gumbel_noise
 from lineate.native.build import available
+from tests.support.marks import slow_but
 
 OPTIONS = (
     Sampling(temperature=0),
@@ -72,7 +72,7 @@ def oracle(logits: Tensor, sampling: Sampling) -> Tensor:
     return torch.zeros_like(p).scatter(0, order, p / p.sum())
 
 
-@pytest.mark.parametrize("vocab", few([5, 64, 150, 1000], [64]))
+@pytest.mark.parametrize("vocab", slow_but([5, 64, 150, 1000], [64]))
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -99,6 +99,7 @@ def test_ties_at_the_border_of_top_k_go_to_lower_ids() -> None:
     assert set(many(logits.zero_(), Sampling(top_k=1), 20).tolist()) == {0}
 
 
+@pytest.mark.cover
 def test_rare_tokens_are_drawn() -> None:
     logits = torch.zeros(1, 2)
     logits[0, 1] = math.log(2e-4)

@@ -73,6 +73,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # generate
 
 
+@pytest.mark.cover
 def test_generate(folder: Path) -> None:
     words = ("generate", folder, "--tokens", 20, "--seed", 5)
     done = lineate(*words, "-p", "abc")
@@ -98,6 +99,7 @@ def test_generate_stops_before_a_text(folder: Path) -> None:
     assert done.stdout == f"abc{whole[: whole.index(stop)]}\n"
 
 
+@pytest.mark.cover
 def test_generate_with_a_published_tokenizer(published: Path) -> None:
     done = lineate("generate", published, "-p", "the cat", "--tokens", 9)
     assert done.exit_code == 0 and done.stdout.startswith("the cat"), done.output
@@ -105,6 +107,7 @@ def test_generate_with_a_published_tokenizer(published: Path) -> None:
     assert other.exit_code == 0
 
 
+@pytest.mark.cover
 def test_dtypes_and_wrong_options(folder: Path) -> None:
     assert lineate("generate", folder, "--tokens", 2, "--dtype", "bf16").exit_code == 0
     for words, message in (
@@ -158,6 +161,7 @@ def test_chat(kind: str, folder: Path, published: Path) -> None:
     assert kind == "published" or len(answers) >= 2
 
 
+@pytest.mark.cover
 def test_undo_says_the_same_again(folder: Path) -> None:
     answers, notes = talk(folder, "hello", "again", "/undo", "again", "/exit", "never")
     assert len(answers) == 3 and answers[1] == answers[2] and "took back: again" in notes
@@ -166,6 +170,7 @@ def test_undo_says_the_same_again(folder: Path) -> None:
     assert answers[0] != answers[1]
 
 
+@pytest.mark.cover
 def test_branches(folder: Path) -> None:
     answers, notes = talk(
         folder, "hello", "/fork other", "one", "/go main", "one", "/go other", "two", "/fork", "/fork main", "/go x"
@@ -276,6 +281,7 @@ def test_what_is_pasted_into_a_terminal(editor: str, folder: Path, tmp_path: Pat
     assert json.loads(file.read_text())["messages"][0]["content"] == PASTED
 
 
+@pytest.mark.cover
 def test_system_messages_and_resets(folder: Path) -> None:
     plain, _ = talk(folder, "hello")
     told, _ = talk(folder, "/system be brief", "hello")
@@ -305,6 +311,7 @@ def test_chat_with_what_is_no_model(tmp_path: Path) -> None:
     assert done.exit_code == 2 and done.stderr.startswith("lineate: expected the folder of a run or of a model")
 
 
+@pytest.mark.cover
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of another kind")
 def test_control_c_stops_an_answer_and_not_the_program(folder: Path, tmp_path: Path) -> None:
     # A shell may start programs with this signal ignored.
@@ -333,6 +340,7 @@ def test_control_c_stops_an_answer_and_not_the_program(folder: Path, tmp_path: P
 # the built-in model
 
 
+@pytest.mark.cover
 def test_the_builtin_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINEATE_CACHE", str(tmp_path))
     monkeypatch.setattr(builtin, "STEPS", 3)

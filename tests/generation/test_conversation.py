@@ -39,6 +39,7 @@ def said(talk: Conversation, text: str) -> str:
     return "".join(talk.answer(text))
 
 
+@pytest.mark.cover
 def test_a_turn_reads_only_what_is_new(model: HybridLM) -> None:
     talk = conversation(model)
     first = said(talk, "hello")
@@ -100,6 +101,7 @@ def test_penalties_count_the_whole_conversation(model: HybridLM) -> None:
     assert talk.tokenizer.decode(whole.tokens[0]) == second
 
 
+@pytest.mark.cover
 def test_without_a_template_of_its_own(model: HybridLM) -> None:
     prompt = len("User: hello\n\nAssistant:") + 1  # after end-of-text
     for spaced in (True, False):
@@ -125,6 +127,7 @@ def test_undo_takes_back_and_says_the_same_again(model: HybridLM) -> None:
     assert said(talk, "one") == first
 
 
+@pytest.mark.cover
 def test_copies_go_on_apart(model: HybridLM) -> None:
     talk = conversation(model)
     said(talk, "one")

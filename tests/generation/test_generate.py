@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from few import few
 
 from lineate.generation import Sampling, generate
 from lineate.layers import Memory
 from lineate.models import HybridLM, ModelState, preset
+from tests.support.marks import slow_but
 
 VOCAB = 97
 
@@ -33,9 +33,10 @@ def rows(model: HybridLM, *args: object, **options: object) -> list[list[int]]:
     return made.tokens
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     "options",
-    few(
+    slow_but(
         [{"temperature": 0}, {"seed": 3}, {"top_p": 0.7, "min_p": 0.01, "seed": 9}],
         [{"top_p": 0.7, "min_p": 0.01, "seed": 9}],
     ),
@@ -75,6 +76,7 @@ def test_a_state_goes_on_where_it_ended(model: HybridLM, lengths: tuple[int, int
         assert [a + b for a, b in zip(first.tokens, more, strict=True)] == whole
 
 
+@pytest.mark.cover
 def test_rows_that_stop_leave_the_batch_and_keep_their_state(model: HybridLM) -> None:
     prompts = ragged(3, 8, 20)
     whole = rows(model, prompts, 20, seed=1)
@@ -116,6 +118,7 @@ def test_seeds_and_options_of_each_row(model: HybridLM) -> None:
     assert mixed[2] == rows(model, prompt, 12, temperature=0, repetition_penalty=1.5)[0]
 
 
+@pytest.mark.cover
 def test_a_repetition_penalty_repeats_less(model: HybridLM) -> None:
     plain = rows(model, ragged(4), 60, temperature=0)[0]
     varied = rows(model, ragged(4), 60, temperature=0, repetition_penalty=10.0)[0]

@@ -8,10 +8,10 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from linked import Linked, on_all
 
 from lineate.parallel.job.link import JobEnded, Link, connect, difference
 from lineate.parallel.job.processes import Place
+from tests.support.linked import Linked, on_all
 
 LOST = "rank {} has ended without a word: it was killed, or its machine is gone"
 ABOUT = {"version": ("1", "1"), "flags": ("a", "a")}

@@ -4,12 +4,12 @@ import shutil
 
 import pytest
 import torch
-from chat_tokenizer import chat_tokenizer
-from small_models import random_model
 
 from lineate.generation.job import join_job, working
 from lineate.generation.ranks import about_checkpoint, about_process
 from lineate.models import HybridLM, preset
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.small_models import random_model
 
 
 @pytest.fixture(scope="module")

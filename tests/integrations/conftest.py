@@ -7,7 +7,8 @@ import pytest
 
 try:
     import transformers
-    import transformers_models
+
+    from tests.support import transformers_models
 except ImportError:  # the tests that need it are skipped
     transformers_models = None
 else:

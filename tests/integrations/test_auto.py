@@ -4,9 +4,10 @@ import copy
 import json
 from dataclasses import replace
 
-import families
 import pytest
 import torch
+
+from tests.support import families
 
 transformers = pytest.importorskip("transformers")
 
@@ -216,6 +217,7 @@ def test_folders_are_read_both_ways(name, tmp_path):
         assert torch.equal(plain(x).logits, model(x).logits) and plain.config == CONFIGS[name]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
 def test_a_published_family_generates(family, tmp_path):
     theirs, x = families.build(family), ids(2, 9)

@@ -17,15 +17,15 @@ pytest.importorskip("llguidance")
 pytest.importorskip("openai")
 
 import openai
-from chat_tokenizer import chat_tokenizer
-from replicated import CHAT, Clients, Replicated, ask, until
-from small_models import random_model
 
 from lineate.models import preset
 from lineate.serving.command import ServeArguments, make_replica
 from lineate.serving.replicas.call import Call
 from lineate.serving.replicas.cluster import RayReplicas
 from lineate.serving.replicas.options import ReplicaOptions
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.replicated import CHAT, Clients, Replicated, ask, until
+from tests.support.small_models import random_model
 
 pytestmark = pytest.mark.slow
 

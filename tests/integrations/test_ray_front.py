@@ -18,9 +18,6 @@ pytest.importorskip("llguidance")
 import httpx
 import openai
 import uvicorn
-from chat_tokenizer import chat_tokenizer
-from live_server import WAIT, ScriptedEngine, until
-from small_models import random_model
 
 from lineate.models import preset
 from lineate.serving.api.service import Description
@@ -33,6 +30,9 @@ from lineate.serving.replicas.gathered import gather
 from lineate.serving.replicas.replica import Replica
 from lineate.serving.replicas.routing import Routing
 from lineate.web.limits import Limits
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.live_server import WAIT, ScriptedEngine, until
+from tests.support.small_models import random_model
 
 CHAT = "/v1/chat/completions"
 TEXT = "Hello, world. This is a replica."

@@ -8,8 +8,6 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers_models import MODELS, NAMES, VOCAB, apart, build, call, gradients, split, tokens  # noqa: E402
-
 from lineate.integrations import transformers as integration  # noqa: E402
 from lineate.integrations.transformers import (  # noqa: E402
     MODEL_PATCHES,
@@ -19,6 +17,7 @@ from lineate.integrations.transformers import (  # noqa: E402
     enabled,
     is_enabled,
 )
+from tests.support.transformers_models import MODELS, NAMES, VOCAB, apart, build, call, gradients, split, tokens  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("disabled")
 
@@ -110,6 +109,7 @@ def test_a_cache_passes_between_both(kind):
             at += cuts[i]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("padding", [0, pytest.param(5, marks=SLOW)])
 def test_greedy_tokens(model, padding):
     """32 tokens, also of a row that is padded on the left."""

@@ -7,9 +7,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers_models import NAMES, build, call, gradients, restarting, separate, split, tokens
-
 from lineate.integrations.transformers import enable, enabled
+from tests.support.transformers_models import NAMES, build, call, gradients, restarting, separate, split, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("disabled")]
 

@@ -5,7 +5,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers_models import (  # noqa: E402
+from lineate.integrations.transformers import MODEL_PATCHES, enable, enabled  # noqa: E402
+from tests.support.transformers_models import (  # noqa: E402
     NAMES,
     apart,
     build,
@@ -16,8 +17,6 @@ from transformers_models import (  # noqa: E402
     split,
     tokens,
 )
-
-from lineate.integrations.transformers import MODEL_PATCHES, enable, enabled  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("disabled")
 LENGTHS = (5, 1, 40, 2, 27)
@@ -35,6 +34,7 @@ def caches(model):
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", NAMES)
 def test_packed_rows(family, attention):
@@ -108,7 +108,7 @@ def test_a_packed_row_continues_its_last_text(kind):
         assert all(apart(a, b) < 1e-5 for a, b in zip(states(packed, i), states(alone, i), strict=True))
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_rows_are_those_of_transformers(model, side):
     """The logits of the tokens that are not padding."""
@@ -123,7 +123,7 @@ def test_padded_rows_are_those_of_transformers(model, side):
     assert apart(got[mask.bool()], want[mask.bool()]) < 1e-5
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batches(kind, side):
     """Rows of 30, 3, 17 and 29 tokens: prefill, two calls of several tokens, then one token, equal each row alone."""

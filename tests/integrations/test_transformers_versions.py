@@ -18,9 +18,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from transformers_models import MODELS
-
 from lineate.integrations.transformers import OLDEST, enabled
+from tests.support.transformers_models import MODELS
 
 ROOT = Path(__file__).parents[2]
 NEWEST = re.search(r"^transformers==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE).group(1)

@@ -4,7 +4,9 @@ import importlib
 
 import pytest
 import torch
-from cases import (
+from torch import Tensor
+
+from tests.support.cases import (
     GATED_DELTA,
     GATED_LINEAR,
     GATED_LINEAR_CHANNEL,
@@ -16,7 +18,6 @@ from cases import (
     draw,
     interpreted,
 )
-from torch import Tensor
 
 pytest.importorskip("triton")
 architectures = importlib.import_module("lineate.kernels.architectures")

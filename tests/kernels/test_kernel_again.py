@@ -4,12 +4,12 @@ import importlib
 
 import pytest
 import torch
-from cases import GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Shape, convert, draw
 from torch.utils.flop_counter import FlopCounterMode
 
 import lineate
 from lineate import again
 from lineate.call import Inputs, Options, in_one_dtype, spread_decay
+from tests.support.cases import GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Shape, convert, draw
 
 RULES = {"GDN": GATED_DELTA, "KDA": KIMI_DELTA, "gated linear": GATED_LINEAR, "linear": LINEAR}
 SHAPE = Shape(1, 200, 2, 4, 64, 64)

@@ -7,8 +7,9 @@ import inspect
 
 import pytest
 import torch
-from cases import DELTA, GATED_DELTA, Shape, bounds, convert, draw, same_bits
-from rule_kernels import TEXTS, on_gpu
+
+from tests.support.cases import DELTA, GATED_DELTA, Shape, bounds, convert, draw, same_bits
+from tests.support.rule_kernels import TEXTS, on_gpu
 
 pytestmark = pytest.mark.gpu
 ROWS = [DELTA, GATED_DELTA]

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cases import (
+
+from tests.support.cases import (
     GATED_DELTA,
     GATED_LINEAR,
     GATED_LINEAR_CHANNEL,
@@ -16,13 +17,14 @@ from cases import (
     errors,
     oracle,
 )
-from few import few
-from paths import GPU_ONLY, ONE_EACH, PATHS
-from rule_kernels import LEAN, MODEL, SHORT, allowance, loss_of, row_results, run, sized
+from tests.support.marks import slow_but
+from tests.support.paths import GPU_ONLY, ONE_EACH, PATHS
+from tests.support.rule_kernels import LEAN, MODEL, SHORT, allowance, loss_of, row_results, run, sized
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", few(ROWS, (GATED_LINEAR_CHANNEL, GATED_DELTA)), ids=str)
+@pytest.mark.parametrize("row", slow_but(ROWS, (GATED_LINEAR_CHANNEL, GATED_DELTA)), ids=str)
 def test_two_runs_give_the_same_bits(row, path):
     inputs = convert(draw(row, sized(path, LEAN, MODEL._replace(t=1000))), path.dtype)
     first = run(row, inputs, path)
@@ -48,8 +50,9 @@ def test_narrow_heads_never_read_memory_around_them(row, k, v, path):
         assert_same_bits(run(row, inputs, path), first)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", few(ROWS, (GATED_LINEAR, KIMI_DELTA)), ids=str)
+@pytest.mark.parametrize("row", slow_but(ROWS, (GATED_LINEAR, KIMI_DELTA)), ids=str)
 def test_batch_company_never_changes_a_row(row, path):
     """A row has the same bits alone, among others and in another order, forward and backward; NaN stays in its row."""
     shape = sized(path, SHORT._replace(b=3, hv=1), MODEL._replace(b=9))
@@ -79,8 +82,9 @@ def test_batch_company_never_changes_a_long_row(row, path):
         assert_same_bits(together[20 * i + 19], together[20 * i], i)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", few([GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
+@pytest.mark.parametrize("row", slow_but([GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
 def test_heads_do_not_see_each_other(row, path):
     """If one key head and its value heads are full of NaN, the other heads keep their bits."""
     inputs = convert(draw(row, sized(path, SHORT._replace(h=2, hv=4))), path.dtype)
@@ -100,8 +104,9 @@ def test_heads_do_not_see_each_other(row, path):
     assert_same_bits(pick(got), pick(expected))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", few([GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
+@pytest.mark.parametrize("row", slow_but([GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
 def test_nan_is_never_swallowed(row, path):
     """One NaN in any input shows in the output at most one token later: a NaN gate does not count as a reset."""
     shape = sized(path, SHORT._replace(b=2, hv=1), MODEL._replace(b=2))
@@ -115,6 +120,7 @@ def test_nan_is_never_swallowed(row, path):
         assert output[1].isfinite().all(), name
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_autocast_changes_no_bit(path):
     inputs = convert(draw(GATED_DELTA, sized(path, SHORT)), path.dtype)
@@ -126,8 +132,9 @@ def test_autocast_changes_no_bit(path):
 # Split anywhere equals whole
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", few(ROWS, (GATED_LINEAR_CHANNEL, GATED_DELTA)), ids=str)
+@pytest.mark.parametrize("row", slow_but(ROWS, (GATED_LINEAR_CHANNEL, GATED_DELTA)), ids=str)
 def test_split_anywhere_equals_whole(row, path):
     """Outputs, the final state and all gradients agree when the state is carried over."""
     shape = sized(path, LEAN)

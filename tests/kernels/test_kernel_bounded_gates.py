@@ -1,20 +1,30 @@
 """The fused op with a lower bound of the decay, log_decay = lower_bound sigmoid(exp(A_log) (gate + dt_bias))."""
 
-import half
 import pytest
 import torch
-from cases import Result, assert_same_bits, assert_within, bounds, errors
-from few import few
-from paths import INTERPRETER, ONE_EACH, PATHS
-from raw_gates import BOUNDED, FUSED_ROWS, check_fused, fused_allowance, fused_errors, raw_inputs, unfused
-from rule_kernels import CHUNK, FEWER_TEXTS, SHORT, SMALL, TEXTS, differentiate, loss_of, native_term, sized
 
 import lineate
+from tests.support import half
+from tests.support.cases import Result, assert_same_bits, assert_within, bounds, errors
+from tests.support.marks import slow_but
+from tests.support.paths import INTERPRETER, ONE_EACH, PATHS
+from tests.support.raw_gates import BOUNDED, FUSED_ROWS, check_fused, fused_allowance, fused_errors, raw_inputs, unfused
+from tests.support.rule_kernels import (
+    CHUNK,
+    FEWER_TEXTS,
+    SHORT,
+    SMALL,
+    TEXTS,
+    differentiate,
+    loss_of,
+    native_term,
+    sized,
+)
 
 BOUND = -5.0
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("row", "bias"), BOUNDED)
 def test_bounded_equals_activation_and_op(row, bias, path):
@@ -26,7 +36,7 @@ def test_bounded_equals_activation_and_op(row, bias, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", few(FUSED_ROWS, FUSED_ROWS[1:]), ids=str)
+@pytest.mark.parametrize("row", slow_but(FUSED_ROWS, FUSED_ROWS[1:]), ids=str)
 def test_bounded_options(row, path):
     """The cases are other bounds (one forgets all within a chunk), larger betas, a scale, no normalisation."""
     inputs = raw_inputs(row, path, "bias", sized(path, SHORT))
@@ -39,7 +49,7 @@ def test_bounded_options(row, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", few(FUSED_ROWS, FUSED_ROWS[:1]), ids=str)
+@pytest.mark.parametrize("row", slow_but(FUSED_ROWS, FUSED_ROWS[:1]), ids=str)
 def test_bounded_packed_texts(row, path):
     texts = FEWER_TEXTS if path.device == "cpu" else TEXTS
     inputs = raw_inputs(row, path, "bias", sized(path)._replace(b=1, t=sum(texts)), len(texts))
@@ -47,7 +57,7 @@ def test_bounded_packed_texts(row, path):
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", few(FUSED_ROWS, FUSED_ROWS[1:]), ids=str)
+@pytest.mark.parametrize("row", slow_but(FUSED_ROWS, FUSED_ROWS[1:]), ids=str)
 def test_bounded_gates_of_another_dtype(row, path):
     """A layer's gates may be float32 beside q in bfloat16, and its parameters bfloat16."""
     inputs = raw_inputs(row, path, "bias", sized(path, SHORT))
@@ -93,7 +103,7 @@ def test_small_bounded_gates_are_not_lost(row, path):
     assert ((state / inputs["state"] - decay) / decay).abs().max().item() < 1e-6
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize(("row", "bias"), BOUNDED)
 def test_bounded_without_kernels(row, bias, backend):

@@ -4,8 +4,9 @@ import importlib
 
 import pytest
 import torch
-from paths import ONE_EACH, PATHS, Path
 from torch import Tensor
+
+from tests.support.paths import ONE_EACH, PATHS, Path
 
 pytest.importorskip("triton")
 cached = importlib.import_module("lineate.kernels.layers.cached")
@@ -61,6 +62,7 @@ def test_softmax(case, path):
     assert error < {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[path.dtype]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_a_row_does_not_depend_on_the_others(path):
     lengths = [30, 100, 65]

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cases import (
+
+from tests.support.cases import (
     GATED_DELTA,
     GATED_LINEAR_CHANNEL,
     KIMI_DELTA,
@@ -20,9 +21,9 @@ from cases import (
     errors,
     oracle,
 )
-from few import few
-from paths import BF16, GPU, INTERPRETER, PATHS, param
-from rule_kernels import LEAN, LENGTHS, MODEL, ONE_HEAD, SMALL, check, native_term, run, sized
+from tests.support.marks import slow_but
+from tests.support.paths import BF16, GPU, INTERPRETER, PATHS, param
+from tests.support.rule_kernels import LEAN, LENGTHS, MODEL, ONE_HEAD, SMALL, check, native_term, run, sized
 
 # Shapes
 
@@ -35,6 +36,7 @@ def shapes() -> list[object]:
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize(("path", "shape"), shapes())
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_shapes(row, path, shape):
@@ -84,6 +86,7 @@ def test_more_chunks_than_programs(row, packed, heads, path):
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("row", "special"), SPECIAL_ROWS, ids=str)
 def test_special_inputs(row, special, path):
@@ -91,8 +94,9 @@ def test_special_inputs(row, special, path):
     check(row, convert(draw(row, sized(path, LEAN), special), path.dtype), path, special)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", few(ROWS, (GATED_LINEAR_CHANNEL, GATED_DELTA)), ids=str)
+@pytest.mark.parametrize("row", slow_but(ROWS, (GATED_LINEAR_CHANNEL, GATED_DELTA)), ids=str)
 def test_normalize_qk(row, path):
     """q and k have any length, and one key is zero: it has no direction, but it has a gradient."""
     inputs = convert(draw(row, sized(path, LEAN)), path.dtype)
@@ -101,9 +105,10 @@ def test_normalize_qk(row, path):
     check(row, inputs, path, normalize_qk=True)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    "row", few([LINEAR, GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (LINEAR, GATED_DELTA)), ids=str
+    "row", slow_but([LINEAR, GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (LINEAR, GATED_DELTA)), ids=str
 )
 def test_scale(row, path):
     inputs = convert(draw(row, sized(path, ONE_HEAD)), path.dtype)
@@ -114,8 +119,9 @@ def test_scale(row, path):
 GATED_ROWS = [row for row in ROWS if row is not LINEAR]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", few(GATED_ROWS, (GATED_LINEAR_CHANNEL, GATED_DELTA)), ids=str)
+@pytest.mark.parametrize("row", slow_but(GATED_ROWS, (GATED_LINEAR_CHANNEL, GATED_DELTA)), ids=str)
 def test_gates_of_another_dtype(row, path):
     """Gates and their gradients may have another dtype than q (the interpreter truncates to bfloat16, a GPU rounds)."""
     for gates in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
@@ -123,8 +129,9 @@ def test_gates_of_another_dtype(row, path):
             check(row, convert(draw(row, sized(path, ONE_HEAD)), path.dtype, gates), path, gates)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", few(ROWS, (LINEAR, KIMI_DELTA)), ids=str)
+@pytest.mark.parametrize("row", slow_but(ROWS, (LINEAR, KIMI_DELTA)), ids=str)
 def test_no_state_is_a_state_of_zeros(row, path):
     inputs = convert(draw(row, sized(path, ONE_HEAD), "empty memory"), path.dtype)
     shape = sized(path, ONE_HEAD)

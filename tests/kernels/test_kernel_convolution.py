@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import assert_same_bits, bounds, relative_error, same_bits, weights
-from layer_kernels import check, draw, kernel, run
-from paths import GPU, INTERPRETER, ONE_EACH, PATHS, param
+
+from tests.support.cases import assert_same_bits, bounds, relative_error, same_bits, weights
+from tests.support.layer_kernels import check, draw, kernel, run
+from tests.support.paths import GPU, INTERPRETER, ONE_EACH, PATHS, param
 
 pytestmark = pytest.mark.usefixtures("guarded_memory")
 
@@ -39,7 +40,7 @@ def shapes() -> list[object]:
     return [param(INTERPRETER, x) for x in cpu] + [param(path, x) for path in GPU for x in gpu]
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize(("path", "shape"), shapes())
 def test_convolution(path, shape):
     b, t, channels, size, state = shape
@@ -51,6 +52,7 @@ TEXTS = (0, 1, 0, 0, 2, 3, 21, 0, 1, 4, 0)
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("size", "state"), [(4, True), (4, False), (3, True), (2, True)])
 def test_packed_texts(size, state, path):
@@ -72,6 +74,7 @@ def test_many_packed_texts(path):
     check("short_convolution", inputs, path, cu_seqlens=bounds(lengths).int())
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 def test_texts_do_not_see_each_other(path):
     """A sequence has the same bits alone and among others; one full of NaN, with its state, changes only dweight."""

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import KIMI_DELTA, Inputs, Shape, weights
-from paths import BF16, INTERPRETER, Path, param
 from torch import Tensor
 
 import lineate
+from tests.support.cases import KIMI_DELTA, Inputs, Shape, weights
+from tests.support.paths import BF16, INTERPRETER, Path, param
 
 SUMS = ("A_log", "dt_bias")
 # Keys of 64 channels run in Triton on every GPU; those of 128 run in Gluon on Hopper.
@@ -93,7 +93,7 @@ def check(
         assert error <= allowed, f"{name}: {error:.2e}"
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @BOUND
 @NORMALIZE
 @pytest.mark.parametrize(("path", "shape"), PLACES)
@@ -103,7 +103,7 @@ def test_gate_sums_of_one_sign(path, shape, normalize, lower_bound):
     check(shape, path, half_square, 0.003, draws, normalize=normalize, lower_bound=lower_bound)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @BOUND
 @NORMALIZE
 @pytest.mark.parametrize(("path", "shape"), PLACES)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cases import (
+
+from tests.support.cases import (
     GATED_DELTA,
     GATED_LINEAR_CHANNEL,
     KIMI_DELTA,
@@ -20,15 +21,16 @@ from cases import (
     same_bits,
     weights,
 )
-from few import few
-from paths import BF16, GPU, INTERPRETER, ONE_EACH, PATHS, Path, param
-from rule_kernels import CHUNK, LEAN, ONE_HEAD, allowance, loss_of, run, sized
+from tests.support.marks import slow_but
+from tests.support.paths import BF16, GPU, INTERPRETER, ONE_EACH, PATHS, Path, param
+from tests.support.rule_kernels import CHUNK, LEAN, ONE_HEAD, allowance, loss_of, run, sized
 
 # What requires gradients
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", few([GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
+@pytest.mark.parametrize("row", slow_but([GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
 def test_gradients_of_some_inputs_only(row, path):
     inputs = convert(draw(row, sized(path, ONE_HEAD)), path.dtype)
     everything = run(row, inputs, path)
@@ -39,7 +41,7 @@ def test_gradients_of_some_inputs_only(row, path):
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", few(ROWS, (GATED_LINEAR_CHANNEL, GATED_DELTA)), ids=str)
+@pytest.mark.parametrize("row", slow_but(ROWS, (GATED_LINEAR_CHANNEL, GATED_DELTA)), ids=str)
 def test_without_gradients(row, path):
     """Nothing is kept for a backward; the numbers are the same, in no_grad and inference mode too."""
     inputs = convert(draw(row, sized(path, ONE_HEAD)), path.dtype)
@@ -56,9 +58,10 @@ def test_without_gradients(row, path):
         assert same_bits(state.cpu(), expected.state)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize(
-    "row", few([GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (GATED_LINEAR_CHANNEL, GATED_DELTA)), ids=str
+    "row", slow_but([GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (GATED_LINEAR_CHANNEL, GATED_DELTA)), ids=str
 )
 def test_losses_on_half_of_the_result(row, path):
     """With a loss on the output alone, or on the state alone, missing gradients are zeros, not uninitialised memory."""
@@ -77,6 +80,7 @@ def test_losses_on_half_of_the_result(row, path):
     assert_within(errors(whole._replace(grads=totals), expected), allowance(row, inputs, expected, path))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_backward_twice_through_one_graph(path):
     """The same holds for two graphs that share their inputs: two calls never share a buffer."""
@@ -101,6 +105,7 @@ def test_second_derivatives_are_refused(path):
         (dq.square().sum() + leaves["q"].sum()).backward()
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_inputs_are_never_modified(path):
     """The call, its backward and changes to the result leave the inputs as they are."""
@@ -135,6 +140,7 @@ def causal_positions() -> list[object]:
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize(("path", "position"), causal_positions())
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_the_future_never_changes_the_past(row, path, position):
@@ -171,9 +177,10 @@ def test_the_future_never_changes_the_past(row, path, position):
                 assert not x[:, position:].any(), (name, value)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    "row", few([row for row in ROWS if row.decay != "none"], (GATED_LINEAR_CHANNEL, GATED_DELTA)), ids=str
+    "row", slow_but([row for row in ROWS if row.decay != "none"], (GATED_LINEAR_CHANNEL, GATED_DELTA)), ids=str
 )
 def test_nothing_crosses_a_decay_of_zero(row, path):
     """The bits after log_decay = -inf do not depend on earlier tokens, and no gradient reaches back across it.

@@ -10,11 +10,6 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import assert_within, interpreted, relative_error
-from few import few
-from lact_cases import gradients, make, middle
-from memories import floats
-from paths import GPU, INTERPRETER
 from torch import Tensor
 
 from lineate.layers import LaCT
@@ -23,6 +18,11 @@ from lineate.memory.lact import scan as lact_scan
 from lineate.memory.lact import steps as plain
 from lineate.memory.parts import MUON_EPS, ROW_EPS
 from lineate.rule import normalize
+from tests.support.cases import assert_within, interpreted, relative_error
+from tests.support.lact_cases import gradients, make, middle
+from tests.support.marks import slow_but
+from tests.support.memories import floats
+from tests.support.paths import GPU, INTERPRETER
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("guarded_memory")
@@ -149,6 +149,7 @@ def test_features_with_gradients_of_some(path):
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @paths
 @pytest.mark.parametrize("muon", [True, False])
 @pytest.mark.parametrize("d, dh", [(5, 6), (6, 5)])
@@ -174,8 +175,9 @@ def test_the_op_by_kernels(path, monkeypatch, muon, d, dh):
         assert_within({"error": relative_error(x, wanted)}, 2 * relative_error(near, wanted) + 1e-5, i)
 
 
+@pytest.mark.cover
 @paths
-@pytest.mark.parametrize("window", few([0, 5], [5]))
+@pytest.mark.parametrize("window", slow_but([0, 5], [5]))
 def test_the_layer_by_kernels(path, monkeypatch, window):
     """Two rows, and packed sequences, agree in outputs, states and the gradients of all parameters."""
 

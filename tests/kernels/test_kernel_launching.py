@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import bounds
-from paths import BF16
-from raw_gates import FUSED_ROWS, raw_inputs
-from rule_kernels import MODEL, on_gpu
-from torch_calls import compilations, kernels
 
 import lineate
+from tests.support.cases import bounds
+from tests.support.paths import BF16
+from tests.support.raw_gates import FUSED_ROWS, raw_inputs
+from tests.support.rule_kernels import MODEL, on_gpu
+from tests.support.torch_calls import compilations, kernels
 
 
 @pytest.mark.parametrize("problem", [None, ValueError, KeyboardInterrupt])

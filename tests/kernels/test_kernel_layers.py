@@ -6,10 +6,11 @@ interpreter every access must lie inside a tensor of the launch.
 
 import pytest
 import torch
-from cases import assert_same_bits, assert_within, errors, same_bits
-from layer_kernels import PLAIN, differentiate, draw, draw_norm, draw_of_norm, kernel, run, small
-from paths import ONE_EACH, PATHS
 from torch import Tensor
+
+from tests.support.cases import assert_same_bits, assert_within, errors, same_bits
+from tests.support.layer_kernels import PLAIN, differentiate, draw, draw_norm, draw_of_norm, kernel, run, small
+from tests.support.paths import ONE_EACH, PATHS
 
 pytestmark = pytest.mark.usefixtures("guarded_memory")
 

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from cases import bounds, relative_error, same_bits
-from few import few
-from layer_kernels import draw, kernel
-from paths import BF16, GPU, ONE_EACH, Path
 from torch import Tensor, nn
-from torch_calls import CapturedOps, check_cuda_graph, check_ops, compilations
+
+from tests.support.cases import bounds, relative_error, same_bits
+from tests.support.layer_kernels import draw, kernel
+from tests.support.marks import slow_but
+from tests.support.paths import BF16, GPU, ONE_EACH, Path
+from tests.support.torch_calls import CapturedOps, check_cuda_graph, check_ops, compilations
 
 pytestmark = pytest.mark.usefixtures("guarded_memory")
 
@@ -47,8 +48,9 @@ def step(layer: object, parameters: list[Tensor], x: Tensor, state: Tensor, cu_s
     return [y, final, *torch.autograd.grad(y.float().square().sum() + final.float().square().sum(), wanted)]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("lengths", few([None, (1, 0, 4)], [(1, 0, 4)]), ids=["whole", "packed"])
+@pytest.mark.parametrize("lengths", slow_but([None, (1, 0, 4)], [(1, 0, 4)]), ids=["whole", "packed"])
 def test_compiled_equals_eager(lengths, path):
     """Compiled in one graph, forward and backward have the same bits as in eager mode."""
     torch.manual_seed(0)
@@ -76,6 +78,7 @@ def test_compiled_by_inductor():
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4, msg=str(i))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("lengths", [None, (1, 0, 4)], ids=["whole", "packed"])
 def test_custom_ops_keep_their_promises(lengths, path):

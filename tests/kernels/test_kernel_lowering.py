@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from lowering import Lowering, lowering
 
 import lineate
+from tests.support.lowering import Lowering, lowering
 
 pytest.importorskip("triton")
 

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from cases import (
+from torch import Tensor
+
+from tests.support.cases import (
     GATED_DELTA,
     GATED_LINEAR_CHANNEL,
     KIMI_DELTA,
@@ -14,13 +16,12 @@ from cases import (
     draw,
     weights,
 )
-from few import few
-from paths import ONE_EACH
-from rule_kernels import MODEL, SHORT, loss_of, run, sized
-from torch import Tensor
+from tests.support.marks import slow_but
+from tests.support.paths import ONE_EACH
+from tests.support.rule_kernels import MODEL, SHORT, loss_of, run, sized
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("by_head", [False, True], ids=["q, k, v", "head by head"])
 @pytest.mark.parametrize("row", [LINEAR, GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
@@ -66,9 +67,10 @@ def strange_layouts(x: Tensor) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("one_token", [False, True], ids=["many tokens", "one token"])
-@pytest.mark.parametrize("row", few([GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
+@pytest.mark.parametrize("row", slow_but([GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
 def test_memory_layout_does_not_matter(row, one_token, path):
     """Non-contiguous inputs and transposed gradients give the same bits; with one token, strides are arbitrary."""
     shape = sized(path, SHORT._replace(b=2, hv=1), MODEL._replace(b=2))
@@ -87,6 +89,7 @@ def test_memory_layout_does_not_matter(row, one_token, path):
         assert_same_bits(got, plain, layout)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_expanded_inputs_and_gradients(path):
     """One token is expanded to all and one state to all rows, with stride 0; so is the gradient of a sum."""

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from cases import same_bits
-from layer_kernels import check, draw_norm, layer_ops
-from paths import GPU, INTERPRETER, PATHS, param
 
 from lineate import layers
+from tests.support.cases import same_bits
+from tests.support.layer_kernels import check, draw_norm, layer_ops
+from tests.support.paths import GPU, INTERPRETER, PATHS, param
 
 pytestmark = pytest.mark.usefixtures("guarded_memory")
 

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
-from cases import Inputs, Result, Row, assert_same_bits, assert_within, bounds, errors, oracle
-from few import few
-from paths import INTERPRETER, PATHS, Path
-from raw_gates import FUSED_ROWS, fused_allowance, fused_errors, raw_inputs, unfused
-from rule_kernels import (
+
+import lineate
+from lineate.rule import activate
+from tests.support.cases import Inputs, Result, Row, assert_same_bits, assert_within, bounds, errors, oracle
+from tests.support.marks import slow_but
+from tests.support.paths import INTERPRETER, PATHS, Path
+from tests.support.raw_gates import FUSED_ROWS, fused_allowance, fused_errors, raw_inputs, unfused
+from tests.support.rule_kernels import (
     FEWER_TEXTS,
     SHORT,
     SMALL,
@@ -17,9 +20,6 @@ from rule_kernels import (
     loss_of,
     sized,
 )
-
-import lineate
-from lineate.rule import activate
 
 RAW = ("gate", "write")
 
@@ -69,7 +69,7 @@ def check(row: Row, inputs: Inputs, path: Path, raw: str, lower_bound: float | N
     return got
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("bound", [None, -5.0])
 @pytest.mark.parametrize("raw", RAW)
@@ -85,7 +85,7 @@ def test_one_raw_gate(row, raw, bound, path):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("raw", RAW)
-@pytest.mark.parametrize("row", few(FUSED_ROWS, FUSED_ROWS[:1]), ids=str)
+@pytest.mark.parametrize("row", slow_but(FUSED_ROWS, FUSED_ROWS[:1]), ids=str)
 def test_packed_sequences(row, raw, path):
     texts = FEWER_TEXTS if path.device == "cpu" else TEXTS
     inputs = raw_inputs(row, path, "bias", sized(path)._replace(b=1, t=sum(texts)), len(texts))

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from cases import (
+from torch import Tensor, nn
+
+import lineate
+from tests.support.cases import (
     GATED_DELTA,
     GATED_LINEAR,
     GATED_LINEAR_CHANNEL,
@@ -16,14 +19,11 @@ from cases import (
     draw,
     same_bits,
 )
-from few import few
-from paths import BF16, GPU_ONLY, ONE_EACH, Path
-from raw_gates import FUSED_ROWS, raw_inputs
-from rule_kernels import LEAN, MODEL, ONE_HEAD, on_gpu, packed_inputs, sized, to
-from torch import Tensor, nn
-from torch_calls import CapturedOps, check_cuda_graph, check_ops
-
-import lineate
+from tests.support.marks import slow_but
+from tests.support.paths import BF16, GPU_ONLY, ONE_EACH, Path
+from tests.support.raw_gates import FUSED_ROWS, raw_inputs
+from tests.support.rule_kernels import LEAN, MODEL, ONE_HEAD, on_gpu, packed_inputs, sized, to
+from tests.support.torch_calls import CapturedOps, check_cuda_graph, check_ops
 
 
 class Layer(nn.Module):
@@ -57,8 +57,9 @@ def compare_compiled(layer: Layer, inputs: Inputs, path: Path, cu_seqlens: Tenso
             assert same_bits(got.detach(), expected.detach()), i
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", few([LINEAR, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
+@pytest.mark.parametrize("row", slow_but([LINEAR, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
 def test_compiled_equals_eager(row, path):
     torch.manual_seed(0)
     shape = sized(path, ONE_HEAD)
@@ -66,8 +67,9 @@ def test_compiled_equals_eager(row, path):
     compare_compiled(layer, convert(draw(row, shape), path.dtype), path)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", few(FUSED_ROWS, FUSED_ROWS[1:]), ids=str)
+@pytest.mark.parametrize("row", slow_but(FUSED_ROWS, FUSED_ROWS[1:]), ids=str)
 def test_compiled_fused_equals_eager(row, path):
     torch.manual_seed(0)
     shape = sized(path, ONE_HEAD)
@@ -76,6 +78,7 @@ def test_compiled_fused_equals_eager(row, path):
         compare_compiled(layer, raw_inputs(row, path, "bias", shape), path)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_compiled_packed_texts(path):
     torch.manual_seed(0)
@@ -84,6 +87,7 @@ def test_compiled_packed_texts(path):
     compare_compiled(Layer(GATED_DELTA.op, path, sized(path), form="chunkwise"), inputs, path, bounds(lengths))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_compiled_recurrent_form(path):
     torch._dynamo.reset()
@@ -96,6 +100,7 @@ def test_compiled_recurrent_form(path):
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("which", ["gated_delta", "fused gated_delta", "fused kimi_delta", "bounded kimi_delta"])

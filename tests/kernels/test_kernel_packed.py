@@ -4,7 +4,10 @@ import importlib
 
 import pytest
 import torch
-from cases import (
+from torch import Tensor
+
+import lineate
+from tests.support.cases import (
     GATED_DELTA,
     GATED_LINEAR_CHANNEL,
     KIMI_DELTA,
@@ -18,16 +21,14 @@ from cases import (
     same_bits,
     weights,
 )
-from few import few
-from paths import ONE_EACH, PATHS
-from rule_kernels import FEWER_TEXTS, LEAN, MODEL, TEXTS, check, packed_inputs
-from torch import Tensor
-
-import lineate
+from tests.support.marks import slow_but
+from tests.support.paths import ONE_EACH, PATHS
+from tests.support.rule_kernels import FEWER_TEXTS, LEAN, MODEL, TEXTS, check, packed_inputs
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", few(ROWS, (GATED_LINEAR_CHANNEL, KIMI_DELTA)), ids=str)
+@pytest.mark.parametrize("row", slow_but(ROWS, (GATED_LINEAR_CHANNEL, KIMI_DELTA)), ids=str)
 def test_packed_texts(row, path):
     """Sequences have no token (first, inside, last), one, one chunk, two or more; an empty one keeps its state."""
     texts = FEWER_TEXTS if path.device == "cpu" else TEXTS
@@ -38,8 +39,9 @@ def test_packed_texts(row, path):
     assert same_bits(got.grads["state"][empty], weights(got.state, 2)[empty].float())
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", few([GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
+@pytest.mark.parametrize("row", slow_but([GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
 def test_packed_texts_do_not_see_each_other(row, path):
     """A sequence has the same bits alone and among others; one full of NaN, with its state, changes no other."""
     lengths = (1, 66, 0, 5) if path.device == "cpu" else (1, 70, 0, 20)

@@ -5,10 +5,10 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from paths import GPU, ONE_EACH, PATHS, Path, param
 from torch import Tensor
 
 from lineate.quantised import FORMATS, QuantisedWeight, float8_activations, quantize
+from tests.support.paths import GPU, ONE_EACH, PATHS, Path, param
 
 pytest.importorskip("triton")
 quantised_products = importlib.import_module("lineate.kernels.layers.quantised_products")
@@ -54,7 +54,7 @@ SIZES = [(16, 32), (3, 64), (40, 96), (33, 544), (100, 2080)]
 ON_GPU = [(4096, 4096), (1000, 11008), (12352, 4096), (64, 128)]
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("n", "k"), SIZES)
@@ -89,7 +89,7 @@ def test_product_of_a_model(path, form, n, k, rows):
             assert_near(quantised_products.multiply(x, codes, parts=parts).sum(0), expected, path)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("n", "k"), [(16, 32), (70, 160), (33, 2048)])
@@ -103,7 +103,7 @@ def test_norm_product_bias_and_residual(path, form, n, k, zero_centred):
     assert_near(found, expected, path)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [1, 3])
@@ -121,7 +121,7 @@ def test_gated_product(path, form, rows, n, k):
     assert_near(found, F.silu(gate) * up, path)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -142,7 +142,7 @@ def test_convolution_moves_on_in_place(path, form, size, rows):
         assert_near(past, kept, path)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("gated", [False, True])

@@ -1,19 +1,31 @@
 """The fused op, which computes gates, norms and rates inside the kernels."""
 
-import half
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Result, assert_same_bits, assert_within, bounds, errors
-from few import few
-from paths import INTERPRETER, ONE_EACH, PATHS
-from raw_gates import FUSED, FUSED_ROWS, check_fused, fused_allowance, fused_errors, raw_inputs, unfused
-from rule_kernels import CHUNK, FEWER_TEXTS, ONE_HEAD, SHORT, SMALL, TEXTS, differentiate, loss_of, native_term, sized
 
 import lineate
+from tests.support import half
+from tests.support.cases import Result, assert_same_bits, assert_within, bounds, errors
+from tests.support.marks import slow_but
+from tests.support.paths import INTERPRETER, ONE_EACH, PATHS
+from tests.support.raw_gates import FUSED, FUSED_ROWS, check_fused, fused_allowance, fused_errors, raw_inputs, unfused
+from tests.support.rule_kernels import (
+    CHUNK,
+    FEWER_TEXTS,
+    ONE_HEAD,
+    SHORT,
+    SMALL,
+    TEXTS,
+    differentiate,
+    loss_of,
+    native_term,
+    sized,
+)
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("row", "bias"), FUSED)
 def test_fused_equals_activation_and_op(row, bias, path):
@@ -25,8 +37,9 @@ def test_fused_equals_activation_and_op(row, bias, path):
         assert_same_bits(differentiate(lineate.fused_delta_rule, inputs, path), got)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", few(FUSED_ROWS, FUSED_ROWS[:1]), ids=str)
+@pytest.mark.parametrize("row", slow_but(FUSED_ROWS, FUSED_ROWS[:1]), ids=str)
 def test_fused_options(row, path):
     """The cases are negative eigenvalues, a scale, no normalisation, and an empty memory."""
     inputs = raw_inputs(row, path, "bias", sized(path, SHORT))
@@ -38,16 +51,18 @@ def test_fused_options(row, path):
     check_fused(row, inputs, path, "as they are", normalize_qk=False)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", few(FUSED_ROWS, FUSED_ROWS[:1]), ids=str)
+@pytest.mark.parametrize("row", slow_but(FUSED_ROWS, FUSED_ROWS[:1]), ids=str)
 def test_fused_packed_texts(row, path):
     texts = FEWER_TEXTS if path.device == "cpu" else TEXTS
     shape = sized(path)._replace(b=1, t=sum(texts))
     check_fused(row, raw_inputs(row, path, "bias", shape, len(texts)), path, cu_seqlens=bounds(texts))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", few(FUSED_ROWS, FUSED_ROWS[1:]), ids=str)
+@pytest.mark.parametrize("row", slow_but(FUSED_ROWS, FUSED_ROWS[1:]), ids=str)
 def test_fused_gates_of_another_dtype(row, path):
     """A layer's gates may be float32 beside q in bfloat16, and its parameters bfloat16."""
     inputs = raw_inputs(row, path, "bias", sized(path, ONE_HEAD))
@@ -95,8 +110,9 @@ def test_small_raw_gates_are_not_lost(row, path):
     assert ((state / inputs["state"] - decay) / decay).abs().max().item() < 1e-6
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", few(FUSED_ROWS, FUSED_ROWS[:1]), ids=str)
+@pytest.mark.parametrize("row", slow_but(FUSED_ROWS, FUSED_ROWS[:1]), ids=str)
 def test_fused_gradients_of_some_inputs_only(row, path):
     inputs = raw_inputs(row, path, "bias", sized(path, ONE_HEAD))
     everything = differentiate(lineate.fused_delta_rule, inputs, path)
@@ -106,7 +122,7 @@ def test_fused_gradients_of_some_inputs_only(row, path):
         assert_same_bits(some, everything, name)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize(("row", "bias"), FUSED)
 def test_fused_without_kernels(row, bias, backend):

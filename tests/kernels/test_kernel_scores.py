@@ -5,11 +5,23 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import GATED_DELTA, KIMI_DELTA, ROWS, Inputs, Shape, assert_same_bits, bounds, convert, draw, same_bits
-from few import few
-from paths import BF16, INTERPRETER, PATHS, param
-from rule_kernels import CHANNEL_ROWS, CHUNK, LEAN, check, run, sized
 from torch import Tensor
+
+from tests.support.cases import (
+    GATED_DELTA,
+    KIMI_DELTA,
+    ROWS,
+    Inputs,
+    Shape,
+    assert_same_bits,
+    bounds,
+    convert,
+    draw,
+    same_bits,
+)
+from tests.support.marks import slow_but
+from tests.support.paths import BF16, INTERPRETER, PATHS, param
+from tests.support.rule_kernels import CHANNEL_ROWS, CHUNK, LEAN, check, run, sized
 
 
 @pytest.mark.gpu
@@ -80,6 +92,7 @@ def test_scores_made_in_the_walk(row, packed, training, monkeypatch):
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
 @pytest.mark.parametrize("how", ["negative beta", "long keys"])
@@ -104,7 +117,7 @@ def call_of(inputs: Inputs, corrects: bool, normalize: bool = False, beta_scale:
     return kernels.make_call(calls.Inputs(**{name: x for name, x in inputs.items() if name != "state"}), options)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("normalize", [False, True], ids=["", "normalize"])
 @pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
 @pytest.mark.parametrize("path", [param(INTERPRETER)])
@@ -172,8 +185,9 @@ def test_scores_that_gluon_leaves_are_made_anew(row, path, as_on_hopper):
         assert (x is None and y is None) or same_bits(x, y), name
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", [param(INTERPRETER)])
-@pytest.mark.parametrize("row", few(CHANNEL_ROWS, CHANNEL_ROWS[:1]), ids=str)
+@pytest.mark.parametrize("row", slow_but(CHANNEL_ROWS, CHANNEL_ROWS[:1]), ids=str)
 def test_gradients_that_gluon_leaves_are_made_anew(row, path, as_on_hopper):
     """64 channels of a chunk get the portable kernels' results if they are wild, and are left unchanged if not."""
     inputs = convert(draw(row, Shape(1, 70, 1, 1, 128, 128), "reset -50"), path.dtype)

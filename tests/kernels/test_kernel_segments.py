@@ -2,11 +2,14 @@
 
 import importlib
 
-import half
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import (
+from torch import Tensor
+
+import lineate
+from tests.support import half
+from tests.support.cases import (
     GATED_DELTA,
     GATED_LINEAR_CHANNEL,
     KIMI_DELTA,
@@ -25,10 +28,10 @@ from cases import (
     relative_error,
     same_bits,
 )
-from few import few
-from paths import BF16, GPU_ONLY, ONE_EACH, PATHS, Path
-from raw_gates import check_fused, raw_inputs
-from rule_kernels import (
+from tests.support.marks import slow_but
+from tests.support.paths import BF16, GPU_ONLY, ONE_EACH, PATHS, Path
+from tests.support.raw_gates import check_fused, raw_inputs
+from tests.support.rule_kernels import (
     CHUNK,
     LEAN,
     MODEL,
@@ -42,9 +45,6 @@ from rule_kernels import (
     run,
     sized,
 )
-from torch import Tensor
-
-import lineate
 
 
 @pytest.fixture
@@ -66,8 +66,9 @@ def cuts(monkeypatch):
     tape.forget_tapes()
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", few(ROWS, (GATED_LINEAR_CHANNEL, GATED_DELTA)), ids=str)
+@pytest.mark.parametrize("row", slow_but(ROWS, (GATED_LINEAR_CHANNEL, GATED_DELTA)), ids=str)
 def test_segments(row, path, cuts):
     """Two segments of one chunk, and one of two, give the same results within the same budget."""
     cuts((3, 3, 1))
@@ -76,7 +77,7 @@ def test_segments(row, path, cuts):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", few(ROWS, (KIMI_DELTA, GATED_DELTA)), ids=str)
+@pytest.mark.parametrize("row", slow_but(ROWS, (KIMI_DELTA, GATED_DELTA)), ids=str)
 def test_segments_of_packed_sequences(row, path, cuts):
     """Sequences without tokens, too short to be cut, of two segments and of three, in one row."""
     cuts((2, 3, 1) if path.device == "cpu" else (2, 4, 1))
@@ -86,9 +87,10 @@ def test_segments_of_packed_sequences(row, path, cuts):
     assert same_bits(got.state[:1], inputs["state"][:1])
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize(
-    "row", few([LINEAR, GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (LINEAR, GATED_DELTA)), ids=str
+    "row", slow_but([LINEAR, GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (LINEAR, GATED_DELTA)), ids=str
 )
 def test_slices_of_the_backward_change_no_bit(row, path, cuts):
     for b in (1, 2):
@@ -99,6 +101,7 @@ def test_slices_of_the_backward_change_no_bit(row, path, cuts):
         cuts(slice_bytes=2**28)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_slices_of_the_fused_backward(path, cuts):
     """dA_log and ddt_bias are sums over the slices, in another order; everything else keeps its bits."""
@@ -111,8 +114,9 @@ def test_slices_of_the_fused_backward(path, cuts):
     assert_same_bits(got, expected)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", few([GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
+@pytest.mark.parametrize("row", slow_but([GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
 def test_batch_company_never_changes_where_a_row_is_cut(row, path, cuts):
     """A row alone is sliced by tokens, rows together are sliced by rows, and the bits are the same."""
     shape = sized(path, LEAN)._replace(b=2, t=4 * CHUNK - 3)
@@ -144,7 +148,7 @@ def each_sequence(row: Row, parts: list[Inputs], path: Path, packed: bool) -> li
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", few([GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
+@pytest.mark.parametrize("row", slow_but([GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
 def test_a_cut_sequence_has_the_same_bits_alone_in_a_batch_and_packed(row, path, cuts):
     cuts((3, 4, 1))
     shape = sized(path, LEAN)

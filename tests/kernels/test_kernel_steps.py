@@ -5,12 +5,12 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from paths import GPU, PATHS, Path, param
 from torch import Tensor
 
 from lineate.call import Inputs
 from lineate.ops.rounding import round_memory
 from lineate.rule import activate, normalize, step
+from tests.support.paths import GPU, PATHS, Path, param
 
 pytest.importorskip("triton")
 products = importlib.import_module("lineate.kernels.layers.products")
@@ -35,7 +35,7 @@ def rms(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (weight.double() + shift)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("n", "k"), [(7, 20), (70, 130), (33, 2048), (5, 6000)])
 @pytest.mark.parametrize("zero_centred", [False, True])
@@ -58,7 +58,7 @@ def test_gated_product(path, n, k):
     assert_near(products.product_one(x, weight, norm=(norm, 1e-5, False), gated=True), F.silu(gate) * up, path)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("rows", [1, 3])
@@ -128,7 +128,7 @@ MIXES = {
 }
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case", MIXES)
 @pytest.mark.parametrize(("silu", "bound"), [(True, None), (False, None), (True, -5.0)])
@@ -159,7 +159,7 @@ def test_a_token_of_the_delta_rule(path, case, silu, bound):
     assert float((state.double().cpu() - kept).norm() / kept.norm()) < 1e-5
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("heads", "kv", "size", "half"), [(4, 2, 16, 4), (3, 3, 20, 0), (2, 1, 256, 32)])
 @pytest.mark.parametrize("normed", [True, False])
@@ -195,7 +195,7 @@ def test_a_token_is_placed_into_the_caches(path, heads, kv, size, half, normed):
         assert torch.equal(room, old)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case", MIXES)
 @pytest.mark.parametrize("seeds", [None, (3, 2**36, -1)], ids=["nearest", "stochastic"])

@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cases import GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Shape, convert, draw
 from torch import Tensor
 
 import lineate
 from lineate import layers
+from tests.support.cases import GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Shape, convert, draw
 
 pytest.importorskip("triton")
 tape = importlib.import_module("lineate.kernels.tape")

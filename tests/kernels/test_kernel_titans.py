@@ -10,13 +10,13 @@ import importlib
 
 import pytest
 import torch
-from cases import assert_within, bounds, relative_error, same_bits, weights
-from paths import GPU, INTERPRETER, Path, param
-from titans_cases import Case, Tensors, draw
 from torch import Tensor
 
 from lineate import layers
 from lineate.memory.titans import op as rule
+from tests.support.cases import assert_within, bounds, relative_error, same_bits, weights
+from tests.support.paths import GPU, INTERPRETER, Path, param
+from tests.support.titans_cases import Case, Tensors, draw
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("guarded_memory")
@@ -136,6 +136,7 @@ def large() -> list[Case]:
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize(
     ("path", "case"),
     [param(path, case) for path in (INTERPRETER, GPU[0]) for case in (*lengths(), *options(), *widths())]
@@ -153,6 +154,7 @@ def test_programs_that_share_a_head(programs, clip, kernels, monkeypatch):
     check(Case((64, 120, 64), chunk=16, lengths=(1, 64, 0, 130, 77), positions=None, h=2, clip=clip), GPU[0], kernels)
 
 
+@pytest.mark.cover
 @paths
 def test_a_few_chunks_at_a_time(path, kernels, monkeypatch):
     """Long sequences run this way, because the states of all chunks at once would take too much memory."""
@@ -167,6 +169,7 @@ def test_a_few_chunks_at_a_time(path, kernels, monkeypatch):
     assert same_bits(found["weights_1"], whole["weights_1"])
 
 
+@pytest.mark.cover
 @paths
 def test_texts_do_not_see_each_other(path, kernels):
     """One full of NaN, with its state, changes no bit of the others."""
@@ -188,6 +191,7 @@ def test_texts_do_not_see_each_other(path, kernels):
             assert same_bits(*pair), name
 
 
+@pytest.mark.cover
 @paths
 def test_twice_gives_the_same_bits(path, kernels):
     case = Case((5, 7, 5), clip=1.5, norm=True)
@@ -208,6 +212,7 @@ def test_what_the_kernels_do_not_serve_is_looped(case, path, kernels):
     assert not seen
 
 
+@pytest.mark.cover
 @paths
 def test_a_second_derivative_is_refused(path, kernels):
     case = Case((5, 6), positions=None)
@@ -219,6 +224,7 @@ def test_a_second_derivative_is_refused(path, kernels):
         dq.sum().backward()
 
 
+@pytest.mark.cover
 @paths
 def test_compiled(path, kernels):
     case = Case((5, 7, 6), t=5, h=1, clip=1.5)

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import assert_within, bounds, interpreted, relative_error, same_bits, weights
 from torch import Tensor, nn
-from ttt_cases import draw, dual
 
 from lineate.layers import TTTMLP, TTTLinear
 from lineate.memory.ttt import dual as memory
+from tests.support.cases import assert_within, bounds, interpreted, relative_error, same_bits, weights
+from tests.support.ttt_cases import draw, dual
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("guarded_memory")
@@ -183,6 +183,7 @@ CASES = [param(INTERPRETER, x) for x in SMALL] + [param(GPU, x) for x in SMALL +
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from numpy: in the interpreter, e^-x may be inf in a sigmoid
 @models
 @pytest.mark.parametrize(("path", "case"), CASES)
@@ -201,6 +202,7 @@ def test_programs_that_share_a_head(programs, monkeypatch):
     check(*make("mlp", Case((3, 160, 0, 16, 75), chunk=16, dim=64)), GPU, monkeypatch)
 
 
+@pytest.mark.cover
 @models
 @paths
 def test_twice_gives_the_same_bits_and_a_permuted_batch_permutes(model, path):
@@ -215,6 +217,7 @@ def test_twice_gives_the_same_bits_and_a_permuted_batch_permutes(model, path):
     assert same_bits(whole[order], permuted)
 
 
+@pytest.mark.cover
 @models
 @paths
 def test_texts_do_not_see_each_other(model, path):
@@ -232,6 +235,7 @@ def test_texts_do_not_see_each_other(model, path):
         assert same_bits(found[name][::2], whole[name][::2])
 
 
+@pytest.mark.cover
 @models
 @paths
 def test_without_gradients_few_states_are_kept(model, path, monkeypatch, launches):
@@ -251,6 +255,7 @@ def test_without_gradients_few_states_are_kept(model, path, monkeypatch, launche
         assert x.untyped_storage().nbytes() == x.nbytes or name == "output"
 
 
+@pytest.mark.cover
 @models
 @paths
 def test_some_gradients(model, path):
@@ -272,6 +277,7 @@ def test_some_gradients(model, path):
     torch.testing.assert_close(grads("weight1")[2][0], found[2][2])
 
 
+@pytest.mark.cover
 @paths
 def test_second_derivatives_are_refused(path):
     named, options = make("mlp", Case(12))
@@ -299,6 +305,7 @@ def test_what_the_kernels_do_not_serve_is_a_loop(path, launches):
     assert launches == ["states"]
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @paths
 def test_compiled_equals_eager(path):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from cases import DELTA, GATED_DELTA, Shape, bounds, convert, draw, same_bits
-from paths import BF16
-from rule_kernels import check, on_gpu
 
 import lineate
+from tests.support.cases import DELTA, GATED_DELTA, Shape, bounds, convert, draw, same_bits
+from tests.support.paths import BF16
+from tests.support.rule_kernels import check, on_gpu
 
 pytestmark = pytest.mark.gpu
 ROWS = [DELTA, GATED_DELTA]

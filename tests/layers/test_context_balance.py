@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from segments import (
+
+from lineate.layers import attention, latent
+from lineate.ops import gated_delta_rule
+from lineate.parallel.context import balance, carry
+from lineate.parallel.context import segments as context
+from lineate.parallel.context.balance import Move, Part, attention_pairs, even_parts, plan_moves
+from lineate.parallel.context.workload import Source, Workload
+from lineate.training.context import context_parallel
+from tests.support.segments import (
     DIFFERENCES,
     HIDDEN,
     LAYOUTS,
@@ -29,14 +37,6 @@ from segments import (
     run_mixer,
     run_model,
 )
-
-from lineate.layers import attention, latent
-from lineate.ops import gated_delta_rule
-from lineate.parallel.context import balance, carry
-from lineate.parallel.context import segments as context
-from lineate.parallel.context.balance import Move, Part, attention_pairs, even_parts, plan_moves
-from lineate.parallel.context.workload import Source, Workload
-from lineate.training.context import context_parallel
 
 ROUNDING = 2e-5
 """Of float32 gradients of a model: sums over all tokens in another order (1.1e-5 on ARM, .6e-5 on x86)."""
@@ -419,6 +419,7 @@ def test_queries_move_in_these_cases(monkeypatch, name):
     assert bool(moves) == (name not in ("1 rank", "rows, one token each", "packed, tiny"))  # a query is too much there
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name", case.fast)
 def test_ranks_equal_one_process(on_cpu, name):
     check(on_cpu, name)

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from segments import (
+from torch import nn
+
+from lineate.training.context import context_parallel
+from tests.support.segments import (
     DIFFERENCES,
     HIDDEN,
     LAYOUTS,
@@ -26,9 +29,6 @@ from segments import (
     run_mixer,
     run_model,
 )
-from torch import nn
-
-from lineate.training.context import context_parallel
 
 case = Cases()
 FAST_LAYOUT = "packed, one over three ranks"
@@ -201,6 +201,7 @@ slow_on_cpu = on_ranks(run_cases, "cpu", case.slow)
 on_gpu = on_ranks(run_cases, "cuda", GPU_CASES)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name", case.fast)
 def test_ranks_equal_one_process(on_cpu, name):
     check(on_cpu, name)

@@ -6,10 +6,10 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from memories import CLOSE, check_close
 from torch import Tensor, nn
 
 from lineate.layers import TTTMLP, LaCT, LeastSquares, Titans, TTTLinear
+from tests.support.memories import CLOSE, check_close
 
 DEFAULTS = {
     "TTTLinear": lambda: TTTLinear(64, 2),

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from serving_models import CONFIG, VOCAB, model, prompt
-from small_models import random_model
 from torch import Tensor
 
 from lineate.decoding.decoder import Decoder
@@ -23,6 +21,8 @@ from lineate.layers.trail import trail
 from lineate.models import HybridLM, ModelState
 from lineate.ops.rounding import round_memory
 from lineate.planning import plan_memory, read_model
+from tests.support.serving_models import CONFIG, VOCAB, model, prompt
+from tests.support.small_models import random_model
 
 SIZES = {"heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 12}
 MIXERS = {
@@ -167,6 +167,7 @@ def test_models_convert_and_continue_states(pattern):
         state = out.state
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("pattern", ["GGGA", "SSA"])
 @torch.no_grad()

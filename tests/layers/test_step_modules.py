@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from cases import interpreted
 from torch import Tensor, nn
 
 from lineate.layers import (
@@ -19,6 +18,7 @@ from lineate.layers import (
 )
 from lineate.layers.state import CacheInPlace
 from lineate.layers.steps import feed_step, mix_step
+from tests.support.cases import interpreted
 
 pytest.importorskip("triton")
 pytestmark = interpreted

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from odd_models import EXPERTS, odd
 from torch import Tensor, nn
 
 from lineate.call import Inputs
@@ -20,6 +19,7 @@ from lineate.layers import (
 from lineate.layers.registry import letters
 from lineate.layers.trail import trail
 from lineate.models import HybridConfig, HybridLM, ModelState
+from tests.support.odd_models import EXPERTS, odd
 
 T = 5
 PATTERNS = {letter: odd(letter) for letter in letters()} | {
@@ -99,7 +99,7 @@ def counts_for(rows: int, seed: int = 0) -> Tensor:
     return torch.tensor([0, T, *draw(rows, seed=seed, most=T + 1).tolist()][:rows] if rows > 1 else [seed % (T + 1)])
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @patterns
 @prompts
 @torch.no_grad()
@@ -123,6 +123,7 @@ def test_a_trail_equals_single_steps(pattern, lengths):
             assert all(torch.equal(x, y) for x, y in zip(row_tensors(state, row), before[row], strict=True))
 
 
+@pytest.mark.cover
 @patterns
 def test_rounding_is_that_of_single_steps(pattern):
     lengths = LENGTHS["ragged"]
@@ -183,7 +184,7 @@ def test_kept_inputs_give_the_memories_of_kept_states(letter, into):
     assert all((found[0][name] - found[1][name]).abs().max() < 1e-12 for name in given)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("poison", (torch.nan, torch.inf, 1e30), ids=("nan", "inf", "huge"))
 @pytest.mark.parametrize("keep", ("states", "inputs"))
 @pytest.mark.parametrize("pattern", [*letters(), "GGGA", "LRDGKSTPNCEAM"])
@@ -262,7 +263,7 @@ class Pooled(TokenCache):
         return TokenCache({name: self[name] for name in self.names}, self.lengths + t)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("keep", ("states", "inputs"))
 @pytest.mark.parametrize("pattern", ("GGGA", "KM, norm after", "LRDGKSTPNCEAM"))
 @torch.no_grad()

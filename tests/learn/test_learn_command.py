@@ -48,6 +48,7 @@ def test_names_may_be_spelled_with_underscores():
     assert lineate("gated_delta").exit_code == 0
 
 
+@pytest.mark.cover
 def test_the_picture_goes_into_the_folder(tmp_path):
     done = lineate(3, "--out", tmp_path / "new")
     assert done.exit_code == 0
@@ -55,6 +56,7 @@ def test_the_picture_goes_into_the_folder(tmp_path):
     assert path.is_file() and str(path) in done.stdout
 
 
+@pytest.mark.cover
 def test_all_lessons_run():
     done = lineate("all")
     assert done.exit_code == 0

@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from few import few
+
+from tests.support.marks import slow_but
 
 pytest.importorskip("matplotlib")
 
@@ -25,6 +26,7 @@ def outcomes():
     return {number: run(lesson) for number, lesson in all_lessons().items()}
 
 
+@pytest.mark.cover
 def test_the_pages_are_current(outcomes):
     pages = render_pages(outcomes)
     wrong = [name for name, text in pages.items() if (FOLDER / name).read_text(encoding="utf-8") != text]
@@ -32,6 +34,7 @@ def test_the_pages_are_current(outcomes):
     assert {path.name for path in FOLDER.glob("*.md")} == {name for name in pages if "/" not in name}
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("number", all_lessons())
 def test_the_pictures_are_current_and_small(number):
     lesson = all_lessons()[number]
@@ -40,7 +43,7 @@ def test_the_pictures_are_current_and_small(number):
     assert picture_source(path) == lesson.picture.digest(lesson.code), AGAIN
 
 
-@pytest.mark.parametrize("number", few(all_lessons(), [2, 9]))
+@pytest.mark.parametrize("number", slow_but(all_lessons(), [2, 9]))
 def test_a_picture_is_drawn_with_its_source(number, outcomes, tmp_path):
     """A lesson whose program or drawing has changed must be drawn anew for the pages, so few are drawn here again."""
     lesson, path = all_lessons()[number], tmp_path / "picture.png"

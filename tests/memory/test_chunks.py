@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cases import bounds
 
 from lineate.memory.chunks import check_chunk, cut_runs, lay_out, walk_places
+from tests.support.cases import bounds
 
 CASES = [
     # lengths, positions; equal lengths are rows of a batch, others are packed

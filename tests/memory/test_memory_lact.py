@@ -6,14 +6,14 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from lact_cases import gradients, make, middle
-from memories import CLOSE, check_close, floats
 from torch import Tensor
 
 from lineate.layers.lact import LaCT, last_tokens, window_attention
 from lineate.memory import MEMORY_RULES, chunks, run_reference
 from lineate.memory.lact import fresh_state, lact, lact_state
 from lineate.memory.parts import orthogonalise
+from tests.support.lact_cases import gradients, make, middle
+from tests.support.memories import CLOSE, check_close, floats
 
 
 def answer(weights: list[Tensor], x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def reference(q, k, v, rates, momentum, state, chunk, muon=True):
     return torch.stack(out, 1), end
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("muon", [True, False])
 @pytest.mark.parametrize("chunk, position", [(1, 0), (4, 0), (4, 3), (5, 2), (16, 3), (64, 7)])
 def test_equals_autograd_token_by_token(chunk, position, muon):
@@ -75,7 +75,7 @@ def check_gradients(got, wanted, leaves, names: str = "") -> None:
             torch.testing.assert_close(torch.zeros_like(expected) if x is None else x, expected, **CLOSE)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("muon", [True, False])
 @pytest.mark.parametrize("d, dh", [(6, 3), (3, 7), (4, 4)])
 @pytest.mark.parametrize("t, position", [(1, 3), (2, 1), (4, 0), (8, 0), (10, 0), (11, 3)])

@@ -421,6 +421,7 @@ def test_a_rounded_state_does_not_explode():
     assert torch.cat(outputs, 1).abs().max() < 10
 
 
+@pytest.mark.cover
 def test_too_fast_forgetting_and_wrong_positions_are_errors():
     given = [x.detach() for x in inputs(20)]
     with pytest.raises(ValueError, match="log_decay must sum to at least -25 over chunk = 8"):
@@ -446,6 +447,7 @@ def test_the_layer_never_forgets_too_fast(floor, chunk):
     assert LeastSquares(8, 2).log_floor == math.log(0.95)
 
 
+@pytest.mark.cover
 def test_compiles_whole():
     given = [x.detach() for x in inputs(20)]
     compiled = torch.compile(lambda *x: least_squares(*x, chunk=8)[0], backend="aot_eager", fullgraph=True)

@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from memories import CLOSE, check_close, floats
 from torch import Tensor
 
 from lineate.memory import MATRIX, MEMORY_RULES, deep, run_reference
 from lineate.memory.titans import titans, titans_state
 from lineate.memory.titans.model import LAYER_NORM_EPS
+from tests.support.memories import CLOSE, check_close, floats
 
 CASES = {
     "linear": {},
@@ -203,6 +203,7 @@ def test_without_momentum_forgetting_and_chunks_it_is_the_delta_rule():
     torch.testing.assert_close(state["weights_0"], wanted.state, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.cover
 def test_gradcheck_at_gates_of_zero_and_one():
     inputs, state = make("linear", b=1, t=7, h=1, d=2)
     leaves = [x.requires_grad_() for x in inputs]

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from ttt_cases import CHUNK, DIM, HEADS, draw, dual
 
 from lineate.layers import Memory
 from lineate.layers.rope import rotate, turns
 from lineate.layers.ttt import TTTMLP, TTTLinear, TTTMixer
 from lineate.memory import MEMORY_RULES, run_reference
+from tests.support.ttt_cases import CHUNK, DIM, HEADS, draw, dual
 
 DEPTHS = {"linear": 1, "mlp": 2}
 models = pytest.mark.parametrize("model", DEPTHS)
@@ -332,6 +332,7 @@ def test_dtypes(name):
     torch.testing.assert_close(y.float(), exact, rtol=0.1, atol=0.1 * exact.abs().max().item())
 
 
+@pytest.mark.cover
 @models
 @torch.no_grad()
 def test_bytes_do_not_grow(model):

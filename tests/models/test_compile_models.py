@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch._dynamo
 import torch._dynamo.testing
-from cases import relative_error
-from few import few
 from torch import Tensor
 
 from lineate.layers import GatedAttention
@@ -15,6 +13,8 @@ from lineate.layers.attention import attend_new
 from lineate.models import HybridConfig, HybridLM, ModelState
 from lineate.models.config import AttentionConfig, FeedConfig, LatentConfig, LinearConfig, MemoryConfig
 from lineate.native.product import MOST_ROWS
+from tests.support.cases import relative_error
+from tests.support.marks import slow_but
 
 TEXTS = torch.tensor([0, 9, 10, 10, 23])
 """Packed sequences of 9, 1, 0 and 13 tokens."""
@@ -55,8 +55,9 @@ class Compiled:
         return self.counter.frame_count
 
 
-@pytest.mark.parametrize("pattern", few(["GA", "KM"], ["KM"]))
-@pytest.mark.parametrize("packed", few([False, True], [True]), ids=["batch", "packed"])
+@pytest.mark.cover
+@pytest.mark.parametrize("pattern", slow_but(["GA", "KM"], ["KM"]))
+@pytest.mark.parametrize("packed", slow_but([False, True], [True]), ids=["batch", "packed"])
 def test_training_is_one_graph(pattern, packed):
     """Nothing breaks it, or fullgraph would raise; loss and all gradients agree to the bit, as the same calls run."""
     model = make(pattern)
@@ -81,8 +82,9 @@ AOT = pytest.param("aot_eager", marks=pytest.mark.slow)
 """Traces the operators of a graph too; with symbolic lengths that takes three times as long as finding the graph."""
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("backend", ["eager", AOT])
-@pytest.mark.parametrize("pattern", few(["GA", "KM"], ["GA"]))
+@pytest.mark.parametrize("pattern", slow_but(["GA", "KM"], ["GA"]))
 @torch.no_grad()
 def test_one_graph_serves_every_length(pattern, backend):
     """After the first length nothing is compiled again."""
@@ -110,7 +112,8 @@ def test_one_graph_serves_every_packing(pattern):
     assert len(set(graphs)) == 1
 
 
-@pytest.mark.parametrize("pattern", few(["GA", "KM"], ["KM"]))
+@pytest.mark.cover
+@pytest.mark.parametrize("pattern", slow_but(["GA", "KM"], ["KM"]))
 @torch.no_grad()
 def test_decoding_is_one_graph_for_every_length(pattern):
     """The second step finds that the length of the cache differs, and no later step does."""
@@ -154,6 +157,7 @@ def test_states_of_packed_texts_continue(pattern):
         assert state.nbytes == expected.nbytes
 
 
+@pytest.mark.cover
 @torch.no_grad()
 def test_compiled_calls_leave_the_state_they_continue():
     """Nothing is written into the room after a cache, because another continuation may use it meanwhile."""
@@ -169,6 +173,7 @@ def test_compiled_calls_leave_the_state_they_continue():
     assert eager.tensors["keys"] is state.tensors["keys"]  # nobody has claimed the room
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("backend", ["eager", AOT])
 @pytest.mark.parametrize(
     ("letter", "dynamic", "lengths"),
@@ -189,6 +194,7 @@ def test_learning_mixers_are_one_graph(letter, dynamic, lengths, backend):
         check(run(x)[0], mixer(x)[0], 2 * t)
 
 
+@pytest.mark.cover
 def test_packed_attention_keeps_the_promises_of_an_op():
     """opcheck passes (schema, fake tensors, autograd registration)."""
     q, k, v = (torch.randn(1, 23, 4, 8) for _ in range(3))

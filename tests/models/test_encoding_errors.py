@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from quantised import ENCODINGS, FP8_CONFIG, compressed_config, fp8_blocks, gptq_config, stored_name
 from torch import Tensor
 
 from lineate.models.files.checkpoint import Checkpoint, save
 from lineate.models.files.safetensors import CheckpointError, read_header
+from tests.support.quantised import ENCODINGS, FP8_CONFIG, compressed_config, fp8_blocks, gptq_config, stored_name
 
 FP8, PACKED, ROWS, GPTQ, AWQ = (
     "fp8 blocks", "packed 4 bits", "packed 4 bits, a scale a row", "gptq 4 bits", "awq",

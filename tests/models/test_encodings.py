@@ -23,7 +23,15 @@ from typing import Any
 
 import pytest
 import torch
-from quantised import (
+from torch import Tensor
+
+from lineate.models import HybridLM
+from lineate.models.files.checkpoint import Checkpoint, save
+from lineate.models.files.loading import stored_dtype
+from lineate.models.files.safetensors import CheckpointError
+from lineate.models.inspect import describe, rows
+from lineate.quantised.format import FORMATS
+from tests.support.quantised import (
     AWQ_CONFIG,
     ENCODINGS,
     FP8_CONFIG,
@@ -41,14 +49,6 @@ from quantised import (
     words,
     write_quantised,
 )  # fmt: skip
-from torch import Tensor
-
-from lineate.models import HybridLM
-from lineate.models.files.checkpoint import Checkpoint, save
-from lineate.models.files.loading import stored_dtype
-from lineate.models.files.safetensors import CheckpointError
-from lineate.models.inspect import describe, rows
-from lineate.quantised.format import FORMATS
 
 ENCODED = "lineate.models.files.encodings.encoded"
 
@@ -364,7 +364,7 @@ SIZES = {
 def folder_of(tmp_path_factory):
     """Return a function that gives the folder of a family's tiny model as transformers saves it."""
     pytest.importorskip("transformers")
-    from families import build
+    from tests.support.families import build
 
     @cache
     def folder(family: str) -> Path:
@@ -385,7 +385,7 @@ def logits(folder: Path) -> Tensor:
 @pytest.mark.parametrize("key", ENCODINGS)
 @pytest.mark.parametrize("family", SIZES)
 def test_logits_are_those_of_the_decoded_weights(folder_of, tmp_path, family, key):
-    from families import rewrite
+    from tests.support.families import rewrite
 
     encoding, values = ENCODINGS[key], {}
     quantised = rewrite(
@@ -402,7 +402,7 @@ def test_logits_are_those_of_the_decoded_weights(folder_of, tmp_path, family, ke
 
 
 def test_fused_experts_of_a_family(folder_of, tmp_path):
-    from families import fused_experts, rewrite
+    from tests.support.families import fused_experts, rewrite
 
     values = {}
 
@@ -425,7 +425,7 @@ def test_fused_experts_of_a_family(folder_of, tmp_path):
 
 
 def test_the_config_of_the_text_part(folder_of, tmp_path):
-    from families import rewrite
+    from tests.support.families import rewrite
 
     encoding = ENCODINGS["packed 4 bits"]
     source = Checkpoint.open(folder_of("qwen3_5"))
@@ -448,7 +448,7 @@ def test_the_dtype_is_that_of_the_other_tensors(tmp_path):
 
 
 def test_inspect_names_the_encoding(folder_of, tmp_path):
-    from families import rewrite
+    from tests.support.families import rewrite
 
     encoding = ENCODINGS["gptq 4 bits"]
     rewrite(
@@ -465,7 +465,7 @@ def test_inspect_names_the_encoding(folder_of, tmp_path):
 
 
 def test_what_is_not_used_is_told_once(folder_of, tmp_path):
-    from families import rewrite
+    from tests.support.families import rewrite
 
     encoding = ENCODINGS["int8"]
     config = encoding.config | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}

@@ -23,7 +23,7 @@ from lineate.planning import read_model
 
 transformers = pytest.importorskip("transformers")
 
-from families import (  # noqa: E402
+from tests.support.families import (  # noqa: E402
     FAMILIES,
     LAYOUTS,
     VOCAB,
@@ -87,6 +87,7 @@ def assert_close(got: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("t", [1, 75, 300])
 def test_logits_equal_those_of_transformers(family, ours, t):
     ids = tokens(2, t, seed=t)
@@ -106,6 +107,7 @@ def test_token_by_token_equals_the_full_pass(family, ours):
     assert_close(torch.cat(parts, 1), full)
 
 
+@pytest.mark.cover
 def test_greedy_tokens_are_identical(family, ours):
     def continued(step) -> list[int]:
         out, state, text = tokens(1, 20, seed=5), None, []
@@ -365,7 +367,7 @@ def test_tied_embeddings(tmp_path, name, head):
     assert_close(model(tokens(1, 40)).logits, other(tokens(1, 40)).logits)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtype_is_a_choice(family, folders, ours, dtype):
     model = HybridLM.from_pretrained(folders(family), dtype=dtype, progress=False)
@@ -387,6 +389,7 @@ def test_dtype_none_is_that_of_most_bytes(family, folders, tmp_path):
     assert model.norm.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.cover
 def test_ambiguous_experts_are_decided_by_the_other_tensor(tmp_path):
     """If 2 I = H, gate_up could be either way round, but down could not; if I = H, down is the ambiguous one."""
     for size in (24, 48):

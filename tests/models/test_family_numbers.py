@@ -9,7 +9,7 @@ from lineate.models import HybridLM
 
 transformers = pytest.importorskip("transformers")
 
-from families import VOCAB, build, rewrite  # noqa: E402
+from tests.support.families import VOCAB, build, rewrite  # noqa: E402
 
 transformers.utils.logging.disable_progress_bar()
 IDS = torch.randint(VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import VOCAB, build, rewrite
 
 from bench.serving import gguf_writer
 from lineate.models import HybridLM
@@ -21,11 +20,12 @@ from lineate.models.quantizing import quantize_checkpoint
 from lineate.models.sampling_defaults import SamplingDefaults
 from lineate.quantised import QuantisedWeight
 from lineate.quantised.format import FORMATS
+from tests.support.families import VOCAB, build, rewrite
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 np = pytest.importorskip("numpy")
-import gguf_files  # noqa: E402
+from tests.support import gguf_files  # noqa: E402
 
 CLOSE = 1e-5
 NAMES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear")

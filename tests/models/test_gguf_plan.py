@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import build
 
 from lineate.models import HybridLM
 from lineate.models.files.safetensors import CheckpointError
@@ -15,16 +14,17 @@ from lineate.planning.compute import touched_weights
 from lineate.planning.memory import plan_memory
 from lineate.planning.models import read_model, variants
 from lineate.quantised import BY_BITS, QuantisedWeight, shrink
+from tests.support.families import build
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
 pytest.importorskip("typer")
-import gguf_files  # noqa: E402
-from quantised_weights import WIDE  # noqa: E402
 from typer.testing import CliRunner, Result  # noqa: E402
 
 from lineate.cli import build_app  # noqa: E402
+from tests.support import gguf_files  # noqa: E402
+from tests.support.quantised_weights import WIDE  # noqa: E402
 
 SMALL = ("ssm_conv1d", "ffn_gate_inp", "ssm_a", "ssm_alpha", "ssm_beta", "exp_probs_b")
 
@@ -151,7 +151,7 @@ def test_files_that_cannot_be_loaded_are_not_planned(folders, tmp_path):
 
 @torch.no_grad()
 def test_inspect_of_a_folder_says_what_it_takes(tmp_path):
-    from quantised_weights import realistic, sizes
+    from tests.support.quantised_weights import realistic, sizes
 
     model = realistic(sizes("GA")).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
@@ -162,7 +162,7 @@ def test_inspect_of_a_folder_says_what_it_takes(tmp_path):
 
 @pytest.mark.parametrize("dtype", [[], {}, 5, None, "int3"])
 def test_a_dtype_that_is_no_word_is_planned_as_it_is_loaded(dtype, tmp_path):
-    from quantised_weights import realistic, sizes
+    from tests.support.quantised_weights import realistic, sizes
 
     shrink(realistic(sizes("GA")), "int8").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

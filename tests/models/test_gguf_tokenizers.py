@@ -6,17 +6,16 @@ import warnings
 
 import pytest
 import torch
-from families import build
 from typer.testing import CliRunner
 
 from lineate.cli import build_app
 from lineate.models import HybridLM
 from lineate.text import has_tokenizer, load_tokenizer
+from tests.support.families import build
 
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")
-import gguf_files
-import published
+from tests.support import gguf_files, published
 
 TEXTS = [
     "Hello, world! It's 2026.",

@@ -6,9 +6,6 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
-from families import FAMILIES, build
-from small_models import random_model, variants
 from torch import Tensor
 
 from lineate.models import (
@@ -19,6 +16,8 @@ from lineate.models import (
     LatentConfig,
     LinearConfig,
 )
+from tests.support.families import FAMILIES, build
+from tests.support.small_models import random_model, variants
 
 pytestmark = pytest.mark.gpu
 
@@ -133,6 +132,7 @@ def test_padding_changes_nothing(case):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_on_lineate(family):
     """Logits and gradients of transformers' models on a GPU with enable() agree with transformers alone on the CPU."""
+    transformers = pytest.importorskip("transformers")
     from lineate.integrations.transformers import enabled
 
     if not hasattr(transformers, FAMILIES[family].config):
@@ -155,7 +155,7 @@ def test_transformers_on_lineate(family):
 
 
 @torch.no_grad()
-def continued(model: transformers.PreTrainedModel, ids: Tensor) -> Tensor:
+def continued(model: torch.nn.Module, ids: Tensor) -> Tensor:
     """Return the logits of the last six tokens, five of them token by token."""
     out = model(ids[:, :-5], use_cache=True)
     steps = [out.logits[:, -1:]]

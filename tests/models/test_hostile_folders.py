@@ -406,6 +406,7 @@ def answers(tmp_path_factory) -> dict[tuple[str, str], dict]:
     return found
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name", CASES)
 def test_a_hostile_folder_is_refused_on_one_line(answers, name):
     message = CASES[name][1]
@@ -435,6 +436,7 @@ def test_sizes_in_python_are_bounded_too():
         from_numbers(2**24, 2**12, 4, head_dim=2**24)
 
 
+@pytest.mark.cover
 def test_the_largest_sizes_do_not_overflow():
     """The largest allowed sizes can be planned: no tensor has more elements than torch can count."""
     width, sizes = 2**24, (2**12, 2**12, 2**12, 2**12)

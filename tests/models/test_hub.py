@@ -164,10 +164,11 @@ def test_no_weights_are_fetched_without_a_tokenizer(words, online, there, tmp_pa
     assert online.fetched and not online.weights
 
 
+@pytest.mark.cover
 def test_the_files_of_a_published_tokenizer_are_fetched(online, there, tmp_path):
     """Its templates and its ranks too, which are no JSON; generating needs no more than those and the weights."""
     pytest.importorskip("transformers")
-    from published import make_published
+    from tests.support.published import make_published
 
     online.there = shutil.copytree(there, tmp_path / "other")
     (online.there / "tokenizer_kind.json").unlink()
@@ -183,6 +184,7 @@ def test_the_files_of_a_published_tokenizer_are_fetched(online, there, tmp_path)
     assert done.exit_code == 0, done.output
 
 
+@pytest.mark.cover
 def test_picture(online):
     done = lineate("picture", "attention", "--model", NAME, "--tokens", 8, "--out", "drawn", "--format", "svg")
     assert done.exit_code == 0, done.output

@@ -521,6 +521,7 @@ def make_large(folder: Path, size: int) -> None:
     save(folder, tensors, {"model_type": "lineate", **config.to_dict()}, max_shard_bytes=size // 3)
 
 
+@pytest.mark.cover
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 @pytest.mark.parametrize("size", [200 * 10**6, pytest.param(2 * 10**9, marks=pytest.mark.slow)])
 def test_loading_takes_no_second_copy(tmp_path, size):

@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from few import few
-from odd_models import EXPERTS, odd
 from torch import Tensor
 
 from lineate.models import HybridLM
@@ -14,10 +12,12 @@ from lineate.models.files.checkpoint import Checkpoint
 from lineate.models.files.loading import MismatchError
 from lineate.models.inspect import describe
 from lineate.planning import plan_memory, read_model
+from tests.support.marks import slow_but
+from tests.support.odd_models import EXPERTS, odd
 
 transformers = pytest.importorskip("transformers")
 
-from families import Tensors, build, rewrite  # noqa: E402
+from tests.support.families import Tensors, build, rewrite  # noqa: E402
 
 QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 HIDDEN, HEADS, KV, DIM, SIZE, EXPERT, SHARED = 48, 4, 2, 16, 36, 20, 28
@@ -117,7 +117,7 @@ def restated(w: Tensors, embedded: Tensor, hidden: Tensor, theta: float, dense: 
 
 
 @pytest.mark.parametrize("family", QWEN)
-@pytest.mark.parametrize("layout", few(("one by one", "fused", "model.mtp."), ("fused",)))
+@pytest.mark.parametrize("layout", slow_but(("one by one", "fused", "model.mtp."), ("fused",)))
 @torch.no_grad()
 def test_the_head_of_a_checkpoint_computes_the_equations(family, layout, folders, tmp_path):
     if layout == "fused" and family == "qwen3_5":

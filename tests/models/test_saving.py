@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ranks import run_ranks
-from runs import make_config
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -15,6 +13,8 @@ from lineate.models.config import ExpertsConfig
 from lineate.models.hybrid import check_saveable
 from lineate.training.distributed import World
 from lineate.training.prepare import prepare
+from tests.support.ranks import run_ranks
+from tests.support.runs import make_config
 
 
 class Doubled(GatedDeltaNet):
@@ -232,6 +232,7 @@ def test_offloaded_by_accelerate():
         check_saveable(model)
 
 
+@pytest.mark.cover
 def test_transformers_model(tmp_path):
     auto = pytest.importorskip("lineate.integrations.auto")
     model = auto.LineateForCausalLM.from_hybrid(build())

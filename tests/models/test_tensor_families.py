@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from families import FAMILIES, LAYOUTS, VOCAB, build, rewrite
-from ranks import run_ranks
 from torch import Tensor
 
 from lineate.generation import generate
@@ -18,6 +16,8 @@ from lineate.models import HybridLM
 from lineate.models.sharding import model_ranges, sum_shared_gradients
 from lineate.parallel.tensor.ranks import Ranks
 from lineate.quantised import FORMATS, QuantisedWeight
+from tests.support.families import FAMILIES, LAYOUTS, VOCAB, build, rewrite
+from tests.support.ranks import run_ranks
 
 CHANGES: dict[str, dict[str, Any]] = {
     "kimi_linear": {"num_attention_heads": 4, "num_key_value_heads": 4},

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import Tensor, nn
 
 from lineate.generation import generate
@@ -46,6 +45,7 @@ from lineate.models.sharding import (
 from lineate.parallel.tensor.ranks import Ranks
 from lineate.parallel.tensor.shards import Cut, Part, Shard, share_out
 from lineate.training.distributed import World
+from tests.support.ranks import run_ranks
 
 RANKS = 4
 VOCAB = 61

@@ -107,6 +107,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.cover
 def test_damaged_libraries_are_compiled_anew(compiler, folder):
     """This holds for each start of the table, and for the one after it."""
     library = filled(compiler, folder / "cache")
@@ -121,6 +122,7 @@ def test_damaged_libraries_are_compiled_anew(compiler, folder):
     assert compiled(compiler) == 1 + len(DAMAGE)
 
 
+@pytest.mark.cover
 def test_unlike_compilers_leave_one_library(compiler, folder):
     """A damaged library that would not be overwritten is removed, as the compiler never makes the same file twice."""
     library = filled(compiler, folder / "cache")
@@ -177,6 +179,7 @@ FOREIGN = {
 }
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name", [*PLANTED, *(pytest.param(name, marks=needs_root) for name in FOREIGN)])
 def test_planted_libraries_are_not_loaded(name, compiler, folder):
     """A folder that others can write is refused with a message; a file that they can write is replaced."""
@@ -201,6 +204,7 @@ def test_a_library_of_ours_is_loaded(compiler, folder):
     assert done.stdout == "None\n" and (folder / "ran").exists()
 
 
+@pytest.mark.cover
 def test_a_folder_through_a_link_is_judged_by_what_it_is(compiler, folder):
     library = planted(compiler, folder / "cache")
     library.parent.chmod(0o777)
@@ -246,6 +250,7 @@ def test_a_killed_compiler_leaves_nothing_for_ever(compiler, folder):
     assert [x.suffix for x in cache.iterdir()] == [".so"]
 
 
+@pytest.mark.cover
 def test_many_first_starts_at_once(compiler, folder):
     cache = folder / "cache"
     command = [sys.executable, "-c", START]

@@ -7,17 +7,17 @@ the largest number.
 import math
 from collections.abc import Callable
 
-import fresh
 import pytest
 import torch
-from cases import needs_native
-from few import few
 from torch import Tensor, nn
 
 from lineate.layers.convolution import short_convolution
 from lineate.layers.feed import glu
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.native import layers as native
+from tests.support import fresh
+from tests.support.cases import needs_native
+from tests.support.marks import slow_but
 
 pytestmark = needs_native
 
@@ -346,7 +346,8 @@ class Layer(nn.Module):
         return glu(y), state
 
 
-@pytest.mark.parametrize("packed", few([False, True], [True]))
+@pytest.mark.cover
+@pytest.mark.parametrize("packed", slow_but([False, True], [True]))
 def test_compile(packed):
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -383,6 +384,7 @@ def test_ops():
         torch.library.opcheck(op, args, test_utils=checks)
 
 
+@pytest.mark.cover
 def test_switched_off():
     """With LINEATE_NATIVE=0, the torch code runs and gives the same numbers."""
     code = (

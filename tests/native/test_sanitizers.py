@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import NATIVE_OBSTACLE, ROWS, Shape, bounds, convert, draw
 from torch import Tensor
 
 from lineate.generation.choice import Sampling, choose_tokens
@@ -25,6 +24,7 @@ from lineate.native.compiler import compile_library, compiler_command
 from lineate.native.product import combine
 from lineate.native.product import product as multiply
 from lineate.quantised import quantize, rounded_activations
+from tests.support.cases import NATIVE_OBSTACLE, ROWS, Shape, bounds, convert, draw
 
 SANITIZE = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
 """The compiler's flags (at -O3 gcc takes minutes)."""
@@ -163,9 +163,7 @@ def test_sanitizers_report_nothing(tmp_path):
         "LD_PRELOAD": " ".join(map(str, libraries)),
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
-        "PYTHONPATH": os.pathsep.join(
-            (str(Path(build.__file__).parents[2]), str(Path(__file__).parents[1] / "support"))
-        ),
+        "PYTHONPATH": str(Path(build.__file__).parents[2]),
     }
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0 and done.stdout.endswith("no report\n"), (done.stdout + done.stderr)[-6000:]

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import PATHS, ROWS, SMALL, Row, convert, draw
 from torch import Tensor
 
 import lineate
@@ -14,6 +13,7 @@ from lineate.memory.lact import lact, lact_state
 from lineate.memory.least_squares import least_squares
 from lineate.memory.titans import titans, titans_state
 from lineate.memory.ttt import ttt
+from tests.support.cases import PATHS, ROWS, SMALL, Row, convert, draw
 
 AUTOCAST = {"forward too": (True, True), "backward alone": (False, True)}
 
@@ -37,6 +37,7 @@ def check(call: Callable[..., Any], given: list[Tensor], when: str) -> None:
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("when", AUTOCAST)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)

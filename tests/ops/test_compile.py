@@ -4,7 +4,11 @@ import shutil
 
 import pytest
 import torch
-from cases import (
+from torch import Tensor, nn
+
+import lineate
+from lineate.torch_ops.tracing import constant_in_graphs
+from tests.support.cases import (
     CHUNKWISE,
     FORWARD_PATHS,
     GATED_DELTA,
@@ -22,12 +26,8 @@ from cases import (
     needs_native,
     relative_error,
 )
-from few import few
-from torch import Tensor, nn
-from torch_calls import CapturedOps, check_ops
-
-import lineate
-from lineate.torch_ops.tracing import constant_in_graphs
+from tests.support.marks import slow_but
+from tests.support.torch_calls import CapturedOps, check_ops
 
 SHAPE = Shape(2, 21, 2, 4, 6, 5)
 
@@ -66,8 +66,9 @@ def compare(module: Memory, inputs: Inputs, *rest: object, backend: str = "aot_e
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", CHUNKWISE)
-@pytest.mark.parametrize("row", few(ROWS, (GATED_DELTA, KIMI_DELTA)), ids=str)
+@pytest.mark.parametrize("row", slow_but(ROWS, (GATED_DELTA, KIMI_DELTA)), ids=str)
 def test_compiled_equals_eager(row, path):
     """Forward and backward, with the state in and out, agree to the last bit, because the op itself runs."""
     torch.manual_seed(0)
@@ -75,13 +76,15 @@ def test_compiled_equals_eager(row, path):
     compare(Memory(row, SHAPE, **path, chunk_size=8, normalize_qk=True), inputs)
 
 
-@pytest.mark.parametrize("row", few(ROWS, (GATED_DELTA, KIMI_DELTA)), ids=str)
+@pytest.mark.cover
+@pytest.mark.parametrize("row", slow_but(ROWS, (GATED_DELTA, KIMI_DELTA)), ids=str)
 def test_compiled_packed_texts(row):
     torch.manual_seed(0)
     inputs = convert(draw(row, PACKED, texts=len(TEXTS)), torch.float32)
     compare(Memory(row, PACKED, chunk_size=16), inputs, bounds())
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("form", ["auto", "recurrent", "parallel"])
 def test_other_forms_compile(form):
     """These are plain torch, in which the compiler may order sums differently."""
@@ -90,7 +93,7 @@ def test_other_forms_compile(form):
     compare(Memory(KIMI_DELTA, shape, form=form), convert(draw(KIMI_DELTA, shape), torch.float32), tolerance=1e-6)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", [*FORWARD_PATHS, {}], ids=lambda x: "auto" if not x else None)
 @pytest.mark.parametrize("t", [1, 4, 21])
 def test_compiled_without_gradients(t, path):
@@ -105,6 +108,7 @@ def test_compiled_without_gradients(t, path):
             assert relative_error(got, expected) <= 1e-6
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("bound", [None, -5.0])
 @pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
 def test_fused_delta_rule_compiles(row, bound):
@@ -136,6 +140,7 @@ def test_one_raw_gate_compiles(raw):
         assert relative_error(got, expected) <= 1e-6
 
 
+@pytest.mark.cover
 def test_one_graph_serves_every_length():
     """With dynamic shapes, nothing is compiled again after the second length."""
     torch._dynamo.reset()
@@ -182,6 +187,7 @@ def test_a_constant_of_graphs_is_asked_once():
     assert asks("five!") == 5.0 and len(asked) == 2  # outside of graphs it is an ordinary function
 
 
+@pytest.mark.cover
 def test_softmax_attention_and_attention_matrix_compile():
     torch._dynamo.reset()
     inputs = convert(draw(KIMI_DELTA, SHAPE), torch.float32)
@@ -196,6 +202,7 @@ def test_softmax_attention_and_attention_matrix_compile():
         assert relative_error(got, expected) <= 1e-6
 
 
+@pytest.mark.cover
 def test_compiled_calls_check_bounds_when_they_run():
     """Values are unknown while compiling; the op itself refuses bounds that would read outside the sequences."""
     torch._dynamo.reset()
@@ -210,6 +217,7 @@ def test_compiled_calls_check_bounds_when_they_run():
 OTHER_SIZES = pytest.param(([0, 2], [0, 2, 1, 3]), marks=pytest.mark.slow)  # these are compiled again
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("wrong", [([0, 1, 2], [0, 4, 3]), OTHER_SIZES], ids=["same size", "other sizes"])
 @pytest.mark.parametrize("path", FORWARD_PATHS)
 def test_compiled_calls_in_every_form_check_bounds(path, wrong):
@@ -243,7 +251,7 @@ def test_inductor(path):
     compare(Memory(KIMI_DELTA, SHAPE, **path, chunk_size=8), inputs, backend="inductor", tolerance=1e-5)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", CHUNKWISE)
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("row", ROWS, ids=str)

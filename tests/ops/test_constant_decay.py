@@ -2,10 +2,20 @@
 
 import pytest
 import torch
-from cases import FORWARD_PATHS, GATED_DELTA, GATED_LINEAR, Shape, bounds, convert, draw, interpreted, same_bits
 from torch import Tensor
 
 import lineate
+from tests.support.cases import (
+    FORWARD_PATHS,
+    GATED_DELTA,
+    GATED_LINEAR,
+    Shape,
+    bounds,
+    convert,
+    draw,
+    interpreted,
+    same_bits,
+)
 
 SHAPE = Shape(2, 70, 2, 4, 3, 5)
 ROWS = [GATED_LINEAR, GATED_DELTA]

@@ -7,7 +7,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cases import (
+from torch import Tensor, zeros
+
+from lineate.ops.decoding import decode
+from tests.support.cases import (
     DELTA,
     GATED_DELTA,
     KIMI_DELTA,
@@ -27,11 +30,8 @@ from cases import (
     oracle,
     same_bits,
 )
-from decode_cases import KERNEL, PATHS, SHAPE, SMALL, Path, check, inputs_of, run
-from torch import Tensor, zeros
-from torch_calls import compilations
-
-from lineate.ops.decoding import decode
+from tests.support.decode_cases import KERNEL, PATHS, SHAPE, SMALL, Path, check, inputs_of, run
+from tests.support.torch_calls import compilations
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -41,7 +41,7 @@ def test_every_rule(row, t, path):
     check(row, inputs_of(row, SHAPE._replace(t=t)), path)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("row", "special"), SPECIAL_ROWS, ids=str)
 def test_special_inputs(row, special, path):
@@ -288,12 +288,14 @@ def call_compiled(inputs: Inputs, path: Path, backend: str, **options: object) -
         assert torch.allclose(got[1], expected[1])
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", [LINEAR, KIMI_DELTA], ids=str)
 def test_compiled_equals_eager(row, path):
     call_compiled(inputs_of(row, SMALL._replace(t=2)), path, "aot_eager")
 
 
+@pytest.mark.cover
 def test_compiled_with_everything():
     inputs = inputs_of(KIMI_DELTA, Shape(1, 3, 1, 2, 3, 2), texts=5)
     call_compiled(
@@ -304,6 +306,7 @@ def test_compiled_with_everything():
         call_compiled(inputs_of(KIMI_DELTA, SMALL._replace(t=2)), ("cpu", "auto"), "aot_eager", **raw)
 
 
+@pytest.mark.cover
 def test_what_torch_demands_of_custom_ops():
     inputs = inputs_of(GATED_DELTA, SHAPE._replace(t=2), texts=4)
     names = ("q", "k", "v", "log_decay", "beta", "state")

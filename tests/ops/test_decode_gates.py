@@ -5,11 +5,21 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DELTA, GATED_DELTA, KIMI_DELTA, Shape, assert_same_bits, assert_within, budget, errors, oracle
-from decode_cases import PATHS, SHAPE, inputs_of, run
 from torch import zeros
 
 import lineate
+from tests.support.cases import (
+    DELTA,
+    GATED_DELTA,
+    KIMI_DELTA,
+    Shape,
+    assert_same_bits,
+    assert_within,
+    budget,
+    errors,
+    oracle,
+)
+from tests.support.decode_cases import PATHS, SHAPE, inputs_of, run
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import FORWARD_PATHS, GATED_DELTA, KIMI_DELTA, Row, Shape, bounds, convert, draw, interpreted, same_bits
-from runs import assert_same_bits, everything, make_config, short_samples
 from torch import Tensor
 
 import lineate
@@ -25,6 +23,19 @@ from lineate.models import ExpertsConfig, HybridLM
 from lineate.models.presets import tiny
 from lineate.tasks.registry import TASKS
 from lineate.training.prepare import train
+from tests.support.cases import (
+    FORWARD_PATHS,
+    GATED_DELTA,
+    KIMI_DELTA,
+    Row,
+    Shape,
+    bounds,
+    convert,
+    draw,
+    interpreted,
+    same_bits,
+)
+from tests.support.runs import assert_same_bits, everything, make_config, short_samples
 
 LETTERS = all_letters()
 
@@ -65,7 +76,7 @@ TEXTS = (3, 0, 17, 1)
 TRITON = pytest.param({"form": "chunkwise", "backend": "triton"}, id="triton", marks=[interpreted, pytest.mark.slow])
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", [*FORWARD_PATHS, TRITON])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("row", (GATED_DELTA, KIMI_DELTA), ids=str)
@@ -109,7 +120,7 @@ def make_model(pattern: str) -> HybridLM:
     return HybridLM(replace(config, n_layers=len(pattern)))
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("letter", LETTERS)
 def test_models_of_every_mixer(letter, elsewhere):
     """Forward, backward and two more tokens work, with rows and with packed sequences."""
@@ -168,6 +179,7 @@ def trained_here(tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
     return folder, train_and_resume(folder, folder / "run")
 
 
+@pytest.mark.cover
 def test_training(elsewhere, trained_here, tmp_path):
     """A run, and one that goes on from its checkpoint."""
     folder, wanted = trained_here

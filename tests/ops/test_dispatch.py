@@ -2,10 +2,16 @@
 
 import itertools
 
-import fresh
 import pytest
 import torch
-from cases import (
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lineate
+from lineate import rule
+from lineate.call import Request
+from lineate.dispatch import Facts, resolve, why_no_triton
+from tests.support import fresh
+from tests.support.cases import (
     DELTA,
     FORMS,
     GATED_DELTA,
@@ -24,12 +30,6 @@ from cases import (
     needs_native,
     run,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import lineate
-from lineate import rule
-from lineate.call import Request
-from lineate.dispatch import Facts, resolve, why_no_triton
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 NO_COMPILER = "no C compiler was found"
@@ -229,6 +229,7 @@ def test_refused(changes, message):
     assert str(caught.value) == message
 
 
+@pytest.mark.cover
 def test_an_explicit_request_is_served_or_refused_but_never_replaced():
     """In every combination, the plan has what was asked for by name."""
     choices = {
@@ -414,6 +415,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.cover
 def test_switched_off():
     assert without_native(EXPLAIN, LINEATE_NATIVE="0").splitlines() == [
         "torch|20|backend 'torch' because it is switched off by LINEATE_NATIVE=0",
@@ -422,6 +424,7 @@ def test_switched_off():
     ]
 
 
+@pytest.mark.cover
 def test_without_a_compiler(tmp_path):
     """With a missing compiler, one that fails, or a read-only cache, torch serves, and explain says why."""
     gone = without_native(EXPLAIN, CC=str(tmp_path / "no-such-cc"), LINEATE_CACHE=str(tmp_path / "a")).splitlines()

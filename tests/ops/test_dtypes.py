@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from runs import make_config
 
 from lineate.planning.memory import plan_training
 from lineate.planning.models import dtype_of, read_model
@@ -10,6 +9,7 @@ from lineate.system import processor
 from lineate.tasks.runner import TrainOptions
 from lineate.torch_ops.dtypes import FLOATING, full_name, parse_dtype
 from lineate.training.prepare import train
+from tests.support.runs import make_config
 
 
 @pytest.mark.parametrize(

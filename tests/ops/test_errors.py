@@ -4,7 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import (
+from torch import zeros
+
+import lineate
+from tests.support.cases import (
     DELTA,
     FORWARD_PATHS,
     GATED_DELTA,
@@ -20,9 +23,6 @@ from cases import (
     interpreted,
     needs_native,
 )
-from torch import zeros
-
-import lineate
 
 SHAPE = Shape(2, 6, 2, 4, 3, 5)  # b, t, h, hv, k, v
 META = torch.device("meta")

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import fresh
 import pytest
 import torch
-from cases import BACKENDS, KIMI_DELTA, ROWS, SMALL, Row, bounds, convert, draw, interpreted
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,6 +12,8 @@ import lineate
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LatentConfig, LinearConfig
 from lineate.planning import Model, plan_flops
 from lineate.torch_ops.flops import Heads
+from tests.support import fresh
+from tests.support.cases import BACKENDS, KIMI_DELTA, ROWS, SMALL, Row, bounds, convert, draw, interpreted
 
 B, T, H, HV, K, V = SMALL
 
@@ -127,6 +127,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.cover
 def test_a_counter_imported_after_lineate() -> None:
     done = fresh.run(LATE)
     assert done.returncode == 0, done.stderr

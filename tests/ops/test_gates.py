@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import GATED_DELTA, KIMI_DELTA, Shape, draw
 from torch import zeros
 
 import lineate
+from tests.support.cases import GATED_DELTA, KIMI_DELTA, Shape, draw
 
 SHAPE = Shape(2, 6, 2, 4, 3, 5)
 GATES = [(bound, per_channel) for bound in (None, -5.0, -0.1) for per_channel in (False, True)]

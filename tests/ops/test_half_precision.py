@@ -298,7 +298,7 @@ def run_all(model: HybridLM, ids: Tensor, autocast: bool = False) -> None:
     total.backward()
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @models
 @halves
 @pytest.mark.parametrize("path", ["recorded", "in blocks"])

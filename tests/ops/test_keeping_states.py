@@ -2,10 +2,22 @@
 
 import pytest
 import torch
-from cases import BACKENDS, GATED_DELTA, KIMI_DELTA, LINEAR, ROWS, Shape, bounds, convert, draw, interpreted, same_bits
 from torch import Tensor
 
 import lineate
+from tests.support.cases import (
+    BACKENDS,
+    GATED_DELTA,
+    KIMI_DELTA,
+    LINEAR,
+    ROWS,
+    Shape,
+    bounds,
+    convert,
+    draw,
+    interpreted,
+    same_bits,
+)
 
 SHAPE = Shape(2, 150, 2, 4, 3, 5)
 BACKEND = [*BACKENDS, pytest.param("triton", marks=interpreted)]

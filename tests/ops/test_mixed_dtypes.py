@@ -2,10 +2,21 @@
 
 import pytest
 import torch
-from cases import FORWARD_PATHS, GATED_DELTA, KIMI_DELTA, LINEAR, ROWS, Shape, convert, draw, interpreted, same_bits
 from torch import Tensor
 
 import lineate
+from tests.support.cases import (
+    FORWARD_PATHS,
+    GATED_DELTA,
+    KIMI_DELTA,
+    LINEAR,
+    ROWS,
+    Shape,
+    convert,
+    draw,
+    interpreted,
+    same_bits,
+)
 
 SHAPE = Shape(2, 6, 2, 4, 3, 5)
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16

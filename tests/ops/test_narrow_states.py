@@ -4,13 +4,25 @@ import math
 
 import pytest
 import torch
-from cases import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, ROWS, Inputs, Row, Shape, bounds, same_bits
-from decode_cases import KERNEL, PATHS, SHAPE, Path, inputs_of, run
-from fresh import run as run_fresh
 from torch import Tensor, zeros
 
 from lineate.ops.decoding import decode
 from lineate.rule import step
+from tests.support.cases import (
+    DELTA,
+    GATED_DELTA,
+    GATED_LINEAR,
+    KIMI_DELTA,
+    LINEAR,
+    ROWS,
+    Inputs,
+    Row,
+    Shape,
+    bounds,
+    same_bits,
+)
+from tests.support.decode_cases import KERNEL, PATHS, SHAPE, Path, inputs_of, run
+from tests.support.fresh import run as run_fresh
 
 BOTH = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 NEAREST, STOCHASTIC = 2**-8, 2**-7
@@ -58,6 +70,7 @@ def test_ties_and_odd_numbers():
         assert torch.equal(state.flatten().nan_to_num(1), numbers.bfloat16().nan_to_num(1))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 def test_stochastic_rounding_of_odd_numbers(path):
     """What bfloat16 has stays; infinities stay, NaN stays NaN, and others go to one of their two neighbours."""
@@ -72,6 +85,7 @@ def test_stochastic_rounding_of_odd_numbers(path):
     assert [len(got[:, i].unique()) for i in (6, 7, 8)] == [2, 2, 2]
 
 
+@pytest.mark.cover
 @BOTH
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", [GATED_LINEAR, DELTA, KIMI_DELTA], ids=str)
@@ -184,6 +198,7 @@ def test_the_recurrence_in_float64(row, path, rounding):
         assert float(wrong) <= allowed[i] / inputs["q"].shape[-1] ** 0.5 + single
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 def test_stochastic_rounding_is_unbiased(path):
     """Over n seeds the mean is the number itself, within 5 of its standard deviations; other seeds, other numbers."""
@@ -238,6 +253,7 @@ def drift(log_decay: Tensor, beta: Tensor, first: Tensor | None = None) -> dict[
     return {name: torch.stack(errors) for name, errors in found.items()}
 
 
+@pytest.mark.cover
 def test_4096_tokens_do_not_drift():
     """The errors are those of docs/serving.md, and about as large after 4096 tokens as after 1024."""
     decays = torch.tensor([-1.0, -0.1, -0.01, -0.001, 0.0])
@@ -251,6 +267,7 @@ def test_4096_tokens_do_not_drift():
         assert (found[name][1] < 1.5 * found[name][0]).all(), found
 
 
+@pytest.mark.cover
 def test_a_memory_that_forgets_slowly_and_is_not_written():
     """A decay of less than half a unit in the last place is lost to the nearest; stochastic rounding keeps its mean."""
     generator = torch.Generator().manual_seed(2)
@@ -260,6 +277,7 @@ def test_a_memory_that_forgets_slowly_and_is_not_written():
     assert float(found["stochastic"][1]) < 0.2, found
 
 
+@pytest.mark.cover
 @BOTH
 def test_compiled(rounding):
     """torch.compile sees one op, which has the bits of eager calls; opcheck accepts it."""
@@ -339,6 +357,7 @@ print([n < loop for n, line in enumerate(lines) if "tt.load" in line and tile in
 """
 
 
+@pytest.mark.cover
 def test_the_state_is_read_and_written_once_whatever_t_is():
     """Compiled for an H100, the kernel loads the tile of the state before the loop over tokens, and stores it after."""
     pytest.importorskip("triton")

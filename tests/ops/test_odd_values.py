@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from cases import (
+
+import lineate
+from tests.support.cases import (
     FORWARD_PATHS,
     GATED_DELTA,
     GATED_LINEAR_CHANNEL,
@@ -18,8 +20,6 @@ from cases import (
     oracle,
     run,
 )  # fmt: skip
-
-import lineate
 
 SHAPE = Shape(2, 40, 2, 4, 6, 5)
 

@@ -4,12 +4,12 @@ import importlib
 
 import pytest
 import torch
-from cases import interpreted
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lineate.torch_ops.registrar import register_op
+from tests.support.cases import interpreted
 
 KEPT: list[bool] = []
 
@@ -112,6 +112,7 @@ def test_the_hidden_result_has_no_gradient(x):
     assert result.requires_grad and not hidden.requires_grad
 
 
+@pytest.mark.cover
 def test_compiled_calls_are_one_graph(x):
     def run(x):
         return product(x, None, 2.0)[0].sum() + double(x, 3.0).sum()

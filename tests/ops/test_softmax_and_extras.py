@@ -3,7 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import (
+from torch import Tensor
+
+import lineate
+from tests.support.cases import (
     FORMS,
     LINEAR,
     PACKED,
@@ -18,9 +21,6 @@ from cases import (
     relative_error,
     weights,
 )
-from torch import Tensor
-
-import lineate
 
 
 def qkv(shape: Shape = SMALL, seed: int = 0) -> Inputs:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FORWARD_PATHS, KIMI_DELTA, PATHS, ROWS, Row, Shape, bounds, convert, draw, needs_native
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -14,6 +13,7 @@ from lineate.layers.convolution import short_convolution
 from lineate.layers.feed import SwiGLU
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LatentConfig, LinearConfig
+from tests.support.cases import FORWARD_PATHS, KIMI_DELTA, PATHS, ROWS, Row, Shape, bounds, convert, draw, needs_native
 
 # Tracing warns at every Python decision that it records the outcome.
 pytestmark = [
@@ -39,7 +39,7 @@ def as_call(row: Row, **options: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return call
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", FORWARD_PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_trace_gives_what_the_op_gives(row: Row, path: dict[str, str]) -> None:
@@ -53,7 +53,7 @@ def test_a_trace_gives_what_the_op_gives(row: Row, path: dict[str, str]) -> None
             torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_trace_differentiates(row: Row, path: dict[str, str]) -> None:

@@ -4,13 +4,25 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import GATED_DELTA, KIMI_DELTA, ROWS, Inputs, Row, Shape, bounds, convert, draw, relative_error, run
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import lineate
 from lineate.layers import GatedDeltaNet
+from tests.support.cases import (
+    GATED_DELTA,
+    KIMI_DELTA,
+    ROWS,
+    Inputs,
+    Row,
+    Shape,
+    bounds,
+    convert,
+    draw,
+    relative_error,
+    run,
+)
 
 SHAPE = Shape(1, 21, 2, 4, 6, 5)
 TEXTS = (9, 0, 12)
@@ -53,7 +65,7 @@ WAYS = {
 }
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @DTYPES
 @pytest.mark.parametrize("texts", [None, TEXTS], ids=["whole", "packed"])
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -61,7 +73,7 @@ def test_tangents(row, texts, dtype, tolerance):
     check_tangents(row, jvp, dtype, tolerance, texts)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @DTYPES
 @pytest.mark.parametrize("way", WAYS)
 def test_tangents_by_every_way(way, dtype, tolerance):
@@ -173,6 +185,7 @@ def test_tangents_on_a_gpu(way):
     assert relative_error(found, expected) < 1e-3
 
 
+@pytest.mark.cover
 def test_decoding_passes_tangents_on_or_refuses():
     inputs = {
         name: x[:, :3] if name != "state" else x for name, x in convert(inputs_of(KIMI_DELTA), torch.float32).items()
@@ -188,6 +201,7 @@ def test_decoding_passes_tangents_on_or_refuses():
         dual(compiled(decode), inputs, tangents)
 
 
+@pytest.mark.cover
 def test_a_recorded_call_is_recorded():
     """make_fx and linearize see every step, those in C too: a replay on other numbers gives their results."""
     torch.manual_seed(0)

@@ -6,12 +6,23 @@ Each case is compared with the float64 oracle on the same values, with all gradi
 import importlib
 from collections.abc import Callable
 
-import lact_cases
 import pytest
-import titans_cases
 import torch
-import ttt_cases
-from cases import (
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import lineate
+from lineate.layers.convolution import short_convolution
+from lineate.layers.feed import glu
+from lineate.layers.norm import GatedRMSNorm, RMSNorm
+from lineate.memory.lact import lact
+from lineate.memory.lact import scan as lact_scan
+from lineate.memory.titans import op as titans_rule
+from lineate.memory.ttt import dual as ttt_rule
+from lineate.models.files.checkpoint import Checkpoint
+from lineate.models.files.safetensors import write_tensors
+from tests.support import lact_cases, titans_cases, ttt_cases
+from tests.support.cases import (
     GATED_DELTA,
     GATED_LINEAR_CHANNEL,
     KIMI_DELTA,
@@ -31,20 +42,7 @@ from cases import (
     same_bits,
     weights,
 )
-from memories import floats
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-import lineate
-from lineate.layers.convolution import short_convolution
-from lineate.layers.feed import glu
-from lineate.layers.norm import GatedRMSNorm, RMSNorm
-from lineate.memory.lact import lact
-from lineate.memory.lact import scan as lact_scan
-from lineate.memory.titans import op as titans_rule
-from lineate.memory.ttt import dual as ttt_rule
-from lineate.models.files.checkpoint import Checkpoint
-from lineate.models.files.safetensors import write_tensors
+from tests.support.memories import floats
 
 
 class Marked(Tensor):
@@ -139,7 +137,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @needs_native
 @pytest.mark.parametrize("row", (GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA), ids=str)
 @pytest.mark.parametrize("name", VIEWS)
@@ -270,6 +268,7 @@ def test_parts_of_layers_take_any_view(part, name):
     assert_like_a_copy(function, drawn(shapes), view)
 
 
+@pytest.mark.cover
 @interpreted
 @pytest.mark.parametrize("view", [negative, VIEWS["zero tensor"]], ids=["negative", "zero tensor"])
 def test_kernels_of_layers_take_virtual_tensors(view):

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
-from odd_models import EXPERTS, odd
 from torch import Tensor
 
 from lineate.models import (
@@ -39,6 +37,8 @@ from lineate.planning import (
 )
 from lineate.planning.formulas import taught_variants
 from lineate.planning.models import PLAIN_FAMILIES, mixed_ratio
+from tests.support.families import FAMILIES
+from tests.support.odd_models import EXPERTS, odd
 
 
 def family_config(name: str, folder: Path) -> HybridConfig:
@@ -88,7 +88,7 @@ ALLOCATED = [(name, dtype) for name in (*CONFIGS, *FAMILIES) for dtype in ("bf16
 ALLOCATED += [("every letter", "fp16"), ("tiny", "fp32")]
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize(("name", "dtype"), ALLOCATED)
 def test_bytes_are_those_allocated(name: str, dtype: str, tmp_path: Path) -> None:
     if name in FAMILIES:
@@ -125,6 +125,7 @@ def test_servers_figures() -> None:
     assert latent.cache(1, 1, "keys and values") == 0
 
 
+@pytest.mark.cover
 def test_dtypes_of_the_state_are_apart() -> None:
     model = read_model("qwen3-next-80b", dtype="fp8")
     plan, half = plan_memory(model, "bf16", "fp16", "int8"), plan_memory(read_model("qwen3-next-80b"))
@@ -149,6 +150,7 @@ def test_teaching_numbers() -> None:
     assert teaching(10, 2, 3, 1, dtype="fp8")["3:1"] == (60 + 3 * 150) / 4  # layers need not be whole
 
 
+@pytest.mark.cover
 def test_what_differs_from_teaching_is_said() -> None:
     said = " ".join(differences(from_numbers(2048, 16, 48)))
     for part in ("float32", "convolution", "36,864", "1,085,440 bytes", "524,288", "0.0521 GB", "0.02517 GB"):
@@ -300,6 +302,7 @@ def test_variants_are_of_the_same_sizes() -> None:
     assert derived == AttentionConfig(6, 6, 11)
 
 
+@pytest.mark.cover
 def test_other_mixers_at_the_sizes_of_a_model(tmp_path: Path) -> None:
     """Every letter fits every model: parts that the model has keep their sizes, the others get its heads."""
     for name in ("qwen3-next-80b", "kimi-linear-48b", "olmo-hybrid-7b"):

@@ -5,15 +5,15 @@ import io
 import json
 from pathlib import Path
 
-import fresh
 import pytest
 import torch
-from few import few
+
+from tests.support import fresh
+from tests.support.marks import slow_but
 
 pytest.importorskip("rich")
 pytest.importorskip("typer")
 
-from families import FAMILIES
 from typer.testing import CliRunner
 
 from lineate.cli import build_app
@@ -21,6 +21,7 @@ from lineate.models import HybridLM, preset
 from lineate.planning import HARDWARE, crossover, plan_flops, plan_memory, plan_training, read_model, time_bounds
 from lineate.planning.report import PlanRequest, csv_text, make_report, make_teaching_report
 from lineate.planning.units import read_bandwidth, read_bytes, read_counts, read_flops, show_bytes, show_seconds
+from tests.support.families import FAMILIES
 
 TEACHING = ("--emb-dim", 2048, "--n-heads", 16, "--n-layers", 48, "--dtype", "bf16", "--teaching")
 
@@ -44,7 +45,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", few(["qwen3-next-80b", "qwen3-5-27b", "kimi-linear-48b", "small"], ["qwen3-next-80b", "small"])
+    "name", slow_but(["qwen3-next-80b", "qwen3-5-27b", "kimi-linear-48b", "small"], ["qwen3-next-80b", "small"])
 )
 def test_numbers_are_those_of_the_library(name):
     got = numbers(name, "--context", "300,8k", "--batch", 3, "--hardware", "h200")
@@ -72,6 +73,7 @@ def test_numbers_are_those_of_the_library(name):
     assert len(got["layers"]) == model.config.n_layers
 
 
+@pytest.mark.cover
 def test_server_figures_on_the_command_line():
     got = numbers("qwen3-5-27b", "--batch", 4, "--conv-dtype", "float32", "--context", 65536, "--no-train")
     row = got["against_context"][0]
@@ -101,6 +103,7 @@ def test_config_of_every_family(family, tmp_path):
     )  # fmt: skip
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("letters", ["A", "L", "TPNCE", "KKKM", "GGGGGGGA"])
 def test_every_pattern_has_tables_of_80_columns(letters, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -119,6 +122,7 @@ def test_every_pattern_has_tables_of_80_columns(letters, monkeypatch):
         assert title in done.stdout
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("columns", [40, 80, 200])
 def test_numbers_are_never_cut(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -129,6 +133,7 @@ def test_numbers_are_never_cut(columns, monkeypatch):
     assert sum(line.endswith(("bandwidth", "bandwidth ")) for line in lines) >= 5
 
 
+@pytest.mark.cover
 def test_without_a_machine_all_are_shown():
     lines = [" ".join(line.split()) for line in plan("kimi-linear-48b", "--no-train").stdout.splitlines()]
     assert "RTX 4090 24 GB weights do not fit - -" in lines
@@ -197,6 +202,7 @@ def test_several_batches_have_a_table():
     assert "batch 64" in done.stdout and "State, one sequence" in done.stdout
 
 
+@pytest.mark.cover
 def test_teaching_gives_the_numbers_people_know():
     got = numbers(*TEACHING, "--context", "4096,131072", "--batch", 2)["teaching"]
     assert got["softmax only"]["formula_bytes"] == [3221225472, 103079215104]
@@ -206,6 +212,7 @@ def test_teaching_gives_the_numbers_people_know():
     assert got["linear only"]["exact_bytes"] == [2 * 48 * (16 * 128 * 128 * 4 + 3 * 2048 * 3 * 2)] * 2
 
 
+@pytest.mark.cover
 def test_as_readers_type_it():
     """The options of the script with which the formulas are taught work, spelled as there."""
     words = ["--emb_dim", 2048, "--n_heads", 16, "--n_layers", 48, "--dtype", "bf16", "--batch", 1]
@@ -218,6 +225,7 @@ def test_as_readers_type_it():
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("flag", ["--dtype", "--state-dtype", "--conv-dtype", "--cache_dtype", "--precision"])
 @pytest.mark.parametrize("names", [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")], ids="/".join)
 def test_dtypes_have_two_names(names, flag):
@@ -243,6 +251,7 @@ def test_a_range_of_lengths(words, lengths):
     assert numbers("tiny", "--no-train", *words)["contexts_tokens"] == lengths
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     "words, assumed",
     [
@@ -261,6 +270,7 @@ def test_teaching_alone_has_defaults_and_says_them(words, assumed):
     assert numbers("tiny", "--teaching")["assumed"] == {}
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("model", [TEACHING[:-1], ("qwen3-next-80b",)])
 def test_teaching_has_the_ratio_of_the_pattern(model):
     got = numbers(*model, "--pattern", "GGGGGGGA", "--teaching", "--context", "65536")["teaching"]
@@ -279,6 +289,7 @@ def test_teaching_of_one_kind_of_layer_says_that_the_ratio_is_an_example():
     assert "The pattern A has one kind of layer; the hybrid beside it is an example of 3:1." in shown
 
 
+@pytest.mark.cover
 def test_other_mixers_in_a_published_shape():
     got = numbers("qwen3-next-80b", "--pattern", "GGGGGGGA", "--no-train")
     assert got["model"]["rules"] == {"Gated DeltaNet": 42, "softmax attention": 6}
@@ -368,6 +379,7 @@ def test_bad_input_is_one_line(case, tmp_path):
     assert expected in done.stderr
 
 
+@pytest.mark.cover
 def test_what_is_printed_alone_stays_json_or_csv(tmp_path):
     done = plan(
         "tiny", "--no-train", "--json", "-", "--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.svg")
@@ -416,6 +428,7 @@ def test_units():
 
 
 class TestFigures:
+    @pytest.mark.cover
     @pytest.mark.parametrize(
         "suffix, start",
         [("png", b"\x89PNG"), ("svg", b"<?xml"), pytest.param("pdf", b"%PDF", marks=pytest.mark.slow)],
@@ -428,6 +441,7 @@ class TestFigures:
         first, second = ((tmp_path / f"{name}.{suffix}").read_bytes() for name in "ab")
         assert first.startswith(start) and first == second
 
+    @pytest.mark.cover
     @pytest.mark.parametrize(
         "name, pattern, machine",
         [
@@ -449,6 +463,7 @@ class TestFigures:
             figure = draw_report(report, ("memory", "batch", "flops", "decode", "prefill"))
             check_texts(figure)
 
+    @pytest.mark.cover
     @pytest.mark.parametrize(
         "name, last",
         [
@@ -471,6 +486,7 @@ class TestFigures:
             assert all(axes.get_xlim()[0] == axes.get_ylim()[0] == 0 for axes in shown)
             check_texts(figure)
 
+    @pytest.mark.cover
     @pytest.mark.parametrize(
         "words, scale, points",
         [
@@ -482,7 +498,7 @@ class TestFigures:
             (["--min_ctx", "128", "--max_ctx", "4096", "--axes", "log,linear"], "log,linear", 6),
         ],
     )
-    @pytest.mark.cover
+    @pytest.mark.slow(but="values")
     @pytest.mark.parametrize("teaching", [True, False])
     def test_a_range_has_linear_axes(self, words, scale, points, teaching, tmp_path, monkeypatch):
         pytest.importorskip("matplotlib")
@@ -531,6 +547,7 @@ def check_texts(figure):
     plt.close(figure)
 
 
+@pytest.mark.cover
 def test_output_in_the_docs_is_real(monkeypatch):
     """Every line below a `$ lineate plan` in docs/planning.md is one that the command prints at 100 columns."""
     monkeypatch.setenv("COLUMNS", "100")
@@ -547,6 +564,7 @@ def test_output_in_the_docs_is_real(monkeypatch):
     assert checked > 30
 
 
+@pytest.mark.cover
 def test_without_plots_nothing_heavy_is_imported():
     code = "import sys, lineate.planning, lineate.planning.report, lineate.planning.command\n"
     code += "print([x for x in ('matplotlib', 'rich', 'typer', 'transformers') if x in sys.modules])"

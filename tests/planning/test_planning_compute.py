@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from odd_models import EXPERTS, odd
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -49,6 +48,7 @@ from lineate.planning.compute import rule_flops
 from lineate.planning.hardware import bound, training_bound
 from lineate.torch_ops.chunk_op import empty_outputs
 from lineate.training.optim import make_optimizer
+from tests.support.odd_models import EXPERTS, odd
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -90,6 +90,7 @@ FULL = dict(
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("experts", [None, EXPERTS, replace(EXPERTS, kind="relu2")], ids=["dense", "experts", "relu2"])
 @pytest.mark.parametrize("letter", "LRDGKSAM")
 def test_flops_are_those_that_torch_counts(letter: str, experts: Any) -> None:
@@ -216,6 +217,7 @@ def test_no_bound_of_a_rule_is_above_a_measured_time() -> None:
     assert checked > 20
 
 
+@pytest.mark.cover
 def test_a_step_of_training_is_bounded_and_takes_the_planned_memory() -> None:
     """Packed sequences of 4096 run under bfloat16 autocast with AdamW. Kernels need a little more than what is kept."""
     header = json.loads((RESULTS / "train-h200.json").read_text())["header"]

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from few import few
-from ranks import run_ranks
-from segments import received_bytes
 from torch import Tensor
 
 from lineate.models import (
@@ -50,6 +47,9 @@ from lineate.planning import (
 from lineate.quantised.which import quantised_parameters
 from lineate.training.context import context_parallel
 from lineate.training.optim import make_optimizer
+from tests.support.marks import slow_but
+from tests.support.ranks import run_ranks
+from tests.support.segments import received_bytes
 
 RANKS = 2
 TOKENS = 12
@@ -153,6 +153,7 @@ def allocated() -> list[dict[str, dict[str, Any]]]:
     return run_ranks(RANKS, tensor_rank, list(CONFIGS))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bytes_of_a_rank_are_those_allocated(name: str, allocated: list[dict[str, dict[str, Any]]]) -> None:
     model = split_model(model_of(CONFIGS[name]), tensor=RANKS)
@@ -164,6 +165,7 @@ def test_bytes_of_a_rank_are_those_allocated(name: str, allocated: list[dict[str
     assert all(x[name]["state"] == plan.state(3, TOKENS) for x in allocated)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bytes_that_a_rank_receives_are_those_sent(name: str, allocated: list[dict[str, dict[str, Any]]]) -> None:
     config = CONFIGS[name]
@@ -204,6 +206,7 @@ def context_rank(names: list[str], least: int) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("least", [0, balance.LEAST_PAIRS], ids=["queries move", "queries stay"])
 def test_bytes_that_cross_segments_are_those_sent(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(balance, "LEAST_PAIRS", least)
@@ -244,6 +247,7 @@ def small_rank(folder: str) -> dict[str, int]:
     return found
 
 
+@pytest.mark.cover
 def test_bytes_of_quantised_weights_are_those_allocated(tmp_path: Path) -> None:
     HybridLM(SMALL).save_pretrained(tmp_path)
     for got in run_ranks(RANKS, small_rank, str(tmp_path)):
@@ -258,7 +262,8 @@ def test_bytes_of_quantised_weights_are_those_allocated(tmp_path: Path) -> None:
 HELD = {"qwen3-next-80b": 8, "kimi-linear-48b": 8, "qwen3-5-27b": 4, "olmo-hybrid-7b": 2, "medium": 2}
 
 
-@pytest.mark.parametrize("name", few(list(HELD), list(HELD)[:2]))
+@pytest.mark.cover
+@pytest.mark.parametrize("name", slow_but(list(HELD), list(HELD)[:2]))
 @pytest.mark.parametrize("weights", [None, "int8", "int4", "fp8"])
 def test_bytes_of_a_published_model(name: str, weights: str | None) -> None:
     """A rank's bytes are those of HybridLM of its configuration, and all ranks' are the model's and their copies."""

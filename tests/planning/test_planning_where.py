@@ -39,6 +39,7 @@ def numbers(*words: Any) -> Any:
     return json.loads(done.stdout, parse_constant=pytest.fail)
 
 
+@pytest.mark.cover
 def test_numbers_of_a_rank_are_those_of_the_library() -> None:
     words = ("kimi-linear-48b", "--tensor", 4, "--context-ranks", 2, "--replicas", 3)
     got = numbers(*words, "--context", "4k,64k", "--batch", 5, "--hardware", "h200")
@@ -73,6 +74,7 @@ def test_one_rank_has_no_table_of_ranks() -> None:
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("words", [("--tensor", 2), ("--context-ranks", 4), ("--replicas", 1024), ("--fits",)])
 @pytest.mark.parametrize("columns", [80, 200])
 def test_tables_have_80_columns(words: tuple[Any, ...], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +98,7 @@ def test_replicas_change_no_byte_of_serving() -> None:
     assert "of all replicas are 8 times" in " ".join(plan("tiny", "--replicas", 8).stdout.split())
 
 
+@pytest.mark.cover
 def test_the_rate_of_the_link() -> None:
     words = ("qwen3-next-80b", "--tensor", 8, "--hardware", "h200", "--context", "4k", "--no-train")
     fast, slow = numbers(*words), numbers(*words, "--link", "1GB/s")
@@ -110,6 +113,7 @@ def test_the_rate_of_the_link() -> None:
     assert any(x["limit"] == "link" for x in given["times"])
 
 
+@pytest.mark.cover
 def test_csv_and_json_have_the_same_numbers(tmp_path: Any) -> None:
     for words in (("medium", "--tensor", 2, "--replicas", 2), ("medium", "--fits")):
         file = tmp_path / "plan.csv"
@@ -132,6 +136,7 @@ def test_csv_and_json_have_the_same_numbers(tmp_path: Any) -> None:
             assert rows["received, training step", name, "", key] == str(value)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name", ["qwen3-next-80b", "kimi-linear-48b"])
 def test_what_fits_where_is_exact(name: str) -> None:
     got = numbers(name, "--fits", "--context", "4k,64k", "--batch", 2)

@@ -7,8 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-import browser_install
 import pytest
+
+from tests.support import browser_install
 
 ROOT = Path(__file__).parents[2]
 INSTALL = ROOT / "tests" / "support" / "browser_install.py"
@@ -16,7 +17,7 @@ BROWSER = '#!/bin/sh\necho "Chromium 156.0"\n'
 STAND_IN = "#!/bin/sh\necho 'Command chromium-browser requires the snap to be installed' >&2\nexit 1\n"
 TEST = """
 import pytest
-from browser import started
+from tests.support.browser import started
 
 @pytest.fixture(scope="module")
 def browser():
@@ -149,9 +150,9 @@ def test_a_skip_is_loud(machine, tmp_path):
     file = machine("test_pages.py", TEST)
     options = ["-q", "-p", "no:cacheprovider", "--confcutdir", ROOT, "-c", ROOT / "pyproject.toml", "-n1"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-p", "conftest", file],
+        [sys.executable, "-m", "pytest", *options, "-p", "tests.conftest", file],
         capture_output=True, text=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/support")))},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     section, warning, counts = done.stdout.splitlines()[-3:]

@@ -54,6 +54,7 @@ def test_differences_are_rounding(name, capsys, monkeypatch):
         assert not is_enabled()
 
 
+@pytest.mark.cover
 def test_a_head_without_a_gate_needs_a_sink(capsys, monkeypatch):
     """The test checks the figures in the example's docstring that support its point."""
     out = run("attention_sink", capsys, monkeypatch)

@@ -1,6 +1,8 @@
 """`import lineate` needs only torch."""
 
-import fresh
+import pytest
+
+from tests.support import fresh
 
 OPTIONAL = ("triton", "typer", "rich", "matplotlib", "transformers", "einops", "safetensors", "gradio", "fastapi")
 
@@ -32,10 +34,12 @@ def python(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.cover
 def test_import_and_use_with_everything_optional_blocked():
     assert python(BLOCK + USE) == "gated_delta_rule"
 
 
+@pytest.mark.cover
 def test_the_block_blocks():
     assert "blocked" in python(BLOCK + "try:\n    import rich\nexcept ImportError as error:\n    print(error)")
 
@@ -58,12 +62,14 @@ for call in (
 """
 
 
+@pytest.mark.cover
 def test_without_triton_everything_else_works_and_a_request_says_so():
     missing = "No module named 'triton' (blocked)"
     message = f"backend='triton' cannot serve this call: triton is not installed ({missing}); use backend='torch'"
     assert python(BLOCK + WITHOUT_TRITON, TRITON_INTERPRET="1").splitlines() == [message] * 2
 
 
+@pytest.mark.cover
 def test_without_a_gpu_a_request_for_triton_says_so():
     message = (
         "backend='triton' cannot serve this call: the triton kernels need CUDA tensors, got cpu; use backend='torch'"
@@ -71,6 +77,7 @@ def test_without_a_gpu_a_request_for_triton_says_so():
     assert python(BLOCK + WITHOUT_TRITON, TRITON_INTERPRET="0").splitlines() == [message] * 2
 
 
+@pytest.mark.cover
 def test_triton_is_imported_at_its_first_use_only():
     """Neither importing lineate nor calls that torch or C serve import it (torch itself does so in some call)."""
     code = """
@@ -88,6 +95,7 @@ print(any(name.startswith("lineate.kernels") for name in sys.modules))
     assert python(code) == "False"
 
 
+@pytest.mark.cover
 def test_import_adds_nothing_heavy():
     """It loads only lineate itself and the standard library, beyond what torch has already loaded."""
     code = """
@@ -101,6 +109,7 @@ print(sorted(added - {"torch"}), sorted(torch_parts & {"torch._dynamo", "torch._
     assert python(code) == "['lineate'] []"
 
 
+@pytest.mark.cover
 def test_calls_import_no_compiler():
     """An op of torch.library imports torch._dynamo at its first call, which takes seconds; eager calls avoid it."""
     code = """
@@ -125,6 +134,7 @@ def test_models_import_no_tensors_of_many_ranks():
     assert python(code) == "False"
 
 
+@pytest.mark.cover
 def test_import_compiles_nothing(tmp_path):
     """The C code is built at first use, neither at import nor by explain of a call that it does not serve."""
     code = f"""
@@ -138,6 +148,7 @@ print(os.path.exists(os.environ["LINEATE_CACHE"]))
     assert python(code) == "False"
 
 
+@pytest.mark.cover
 def test_public_names():
     code = "import lineate; print(*sorted(lineate.__all__)); print(all(hasattr(lineate, x) for x in lineate.__all__))"
     assert python(code).splitlines() == [

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from runs import make_config
+
+from tests.support.runs import make_config
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
@@ -63,6 +64,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_know_the_mixer(folder, name):
     words, expected = COMMANDS[name]
@@ -72,6 +74,7 @@ def test_commands_know_the_mixer(folder, name):
     assert code == 0 and expected in text
 
 
+@pytest.mark.cover
 def test_a_run_is_trained_inspected_and_generates(folder):
     """Each command imports the module anew, as a process of its own does; the option may be repeated."""
     code, text = lineate("--import", "json", "--import", "own_rule", *TRAIN)
@@ -83,6 +86,7 @@ def test_a_run_is_trained_inspected_and_generates(folder):
         assert code == 0, text
 
 
+@pytest.mark.cover
 def test_the_program_looks_in_the_current_folder(folder):
     """Also where Python itself does not, as for an installed program."""
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])}

@@ -9,11 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import fresh
 import pytest
 import torch
-from few import few
-from runs import assert_same_bits, everything, make_config
 from torch import Tensor, nn
 
 from lineate.layers import (
@@ -33,6 +30,9 @@ from lineate.tasks.model import parse_rule
 from lineate.torch_ops.flops import Heads
 from lineate.training.prepare import prepare, train
 from lineate.training.report import read_metrics
+from tests.support import fresh
+from tests.support.marks import slow_but
+from tests.support.runs import assert_same_bits, everything, make_config
 
 EXAMPLE = Path(__file__).parents[2] / "examples/own_rule.py"
 SIZES = LinearConfig(heads=2, value_heads=2, key_dim=16, value_dim=16)
@@ -59,6 +59,7 @@ def config(own_rule) -> HybridConfig:
     return HybridConfig(257, 32, 2, "Z", mixers={"own": SIZES}, feed=FeedConfig(48))
 
 
+@pytest.mark.cover
 def test_the_example_runs_and_is_short(unregistered, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
@@ -97,7 +98,8 @@ def test_it_is_the_equation(config):
     torch.testing.assert_close(last["memory"], after["memory"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], ["bfloat16"]))
+@pytest.mark.cover
+@pytest.mark.parametrize("dtype", slow_but(["float32", "bfloat16"], ["bfloat16"]))
 def test_it_trains_and_resumes(config, tmp_path, dtype):
     make_config(tmp_path)  # writes the documents
     torch.manual_seed(7)
@@ -118,6 +120,7 @@ def test_it_trains_and_resumes(config, tmp_path, dtype):
     assert_same_bits(again.state_dict(), resumed.model.state_dict())
 
 
+@pytest.mark.cover
 def test_it_is_planned(config):
     """Operations are measured: they are those of gated linear attention with one decay per head, at any length."""
     model = read_model(config)
@@ -159,6 +162,7 @@ def test_it_is_saved_and_loaded(config, tmp_path):
         model.save_pretrained(tmp_path)
 
 
+@pytest.mark.cover
 def test_loading_without_registration_names_the_import(config, tmp_path):
     HybridLM(config).save_pretrained(tmp_path)
     code = f"from lineate.models import HybridLM; HybridLM.from_pretrained({str(tmp_path)!r})"
@@ -363,6 +367,7 @@ def test_what_a_model_says_of_a_forward_that_returns_something_else(kind, answer
         model(ids)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("answer", ["right", "list"])
 def test_a_forward_that_returns_a_pair_passes(kind, answer):
     model, ids = make_answering(kind, answer), torch.zeros(2, 3, dtype=torch.long)
@@ -370,6 +375,7 @@ def test_a_forward_that_returns_a_pair_passes(kind, answer):
     assert model(ids, state=state).state.layers[1]["memory"].shape == (2, 3, 2)
 
 
+@pytest.mark.cover
 def test_the_results_of_a_forward_are_checked_in_compiled_models(kind):
     model, ids = make_answering(kind, "right"), torch.zeros(1, 3, dtype=torch.long)
     torch._dynamo.reset()

@@ -132,6 +132,7 @@ def may_use(text: str) -> bool:
     return not words.isdisjoint(private_names()) or re.search(r"lineate[\w.]*\._", text) is not None
 
 
+@pytest.mark.cover
 def test_tests_use_no_private_names():
     files = [file for file in (ROOT / "tests").rglob("*.py") if file != Path(__file__)]
     found = {
@@ -147,6 +148,7 @@ def test_tests_use_no_private_names():
 PRIVATE, METHOD = "_multiplies", "_mix"  # in lineate/processor.py, and of MixtureOfExperts
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     ("program", "uses"),
     [

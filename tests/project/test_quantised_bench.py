@@ -118,6 +118,7 @@ def run(monkeypatch, *arguments: str) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.cover
 def test_a_whole_run(files, tmp_path, monkeypatch, capsys):
     found = tmp_path / "found.json"
     options = {

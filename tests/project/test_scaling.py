@@ -25,6 +25,7 @@ def page() -> str:
     return (ROOT / "docs" / "scaling.md").read_text()
 
 
+@pytest.mark.cover
 def test_the_document_has_these_tables() -> None:
     assert [name for name, table in tables().items() if table not in page()] == []
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from quantised_weights import EXPERTS, realistic, relative, sizes, tokens
 from torch import Tensor, nn
 
 from lineate.generation import generate
@@ -24,6 +23,7 @@ from lineate.quantised import BY_BITS, FORMATS, Format, QuantisedWeight, TooLarg
 from lineate.quantised.format import temporary_formats
 from lineate.quantised.which import format_of, name_of_bits, quantised_parameters
 from lineate.serving.cache.identity import identity_of
+from tests.support.quantised_weights import EXPERTS, realistic, relative, sizes, tokens
 
 RECIPE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 

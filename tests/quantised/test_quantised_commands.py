@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from quantised_weights import WIDE, realistic, relative, sizes, tokens
+
+from tests.support.quantised_weights import WIDE, realistic, relative, sizes, tokens
 
 pytest.importorskip("rich")
 pytest.importorskip("typer")
@@ -67,7 +68,7 @@ def same(one: HybridLM, other: HybridLM) -> bool:
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "granitemoehybrid"])
 def test_checkpoints_of_families(family: str, bits: int | str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from families import build
+    from tests.support.families import build
 
     build(family, **WIDE[family]).to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
     done = lineate("quantize", tmp_path / "theirs", tmp_path / "new" / "ours", "--bits", bits)

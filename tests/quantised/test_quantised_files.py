@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_weights import EXPERTS, realistic, sizes, tokens
 from torch import Tensor
 
 from lineate.models import HybridLM, preset
@@ -22,6 +21,7 @@ from lineate.models.hybrid import empty_model, save_pretrained
 from lineate.models.inspect import describe, rows
 from lineate.quantised import FORMATS, QuantisedWeight, quantised_formats, quantize, shrink
 from lineate.quantised.which import format_of, quantised_parameters
+from tests.support.quantised_weights import EXPERTS, realistic, sizes, tokens
 
 ALL = tuple(FORMATS)
 CODED = ("int8", "int4", "fp8")

@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from quantised import FP8_CONFIG, Encoding, compressed_config, compressed_float8, fp8_blocks, write_quantised
-from quantised_weights import EXPERTS, WIDE, realistic, sizes, tokens
 from torch import Tensor
 
 from lineate.models import HybridLM
@@ -19,6 +17,15 @@ from lineate.quantised import FORMATS, QuantisedWeight, float8_activations, quan
 from lineate.quantised.format import FP8
 from lineate.quantised.rounding import FLOAT8, TooLargeError, round_to_float8
 from lineate.quantised.which import quantised_parameters
+from tests.support.quantised import (
+    FP8_CONFIG,
+    Encoding,
+    compressed_config,
+    compressed_float8,
+    fp8_blocks,
+    write_quantised,
+)
+from tests.support.quantised_weights import EXPERTS, WIDE, realistic, sizes, tokens
 
 
 def relative(made: Tensor, wanted: Tensor) -> float:
@@ -106,7 +113,7 @@ CASES = [("qwen3_next", key) for key in ENCODINGS] + [
 def published(folder: Path, family: str, encoding: Encoding) -> Path:
     """Write a family's tiny model, several blocks wide, with weights of float8."""
     pytest.importorskip("transformers")
-    from families import build, rewrite
+    from tests.support.families import build, rewrite
 
     build(family, **WIDE[family] | {"hidden_size": 288}).save_pretrained(folder / "plain")
     config = {"quantization_config": encoding.config}
@@ -137,7 +144,7 @@ def test_published_numbers_stay_as_they_are(tmp_path: Path, family: str, key: st
 
 def test_fused_experts_stay_as_they_are(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from families import build, fused_experts, rewrite
+    from tests.support.families import build, fused_experts, rewrite
 
     build("qwen3_next", **WIDE["qwen3_next"] | {"hidden_size": 256}).save_pretrained(tmp_path / "plain")
 

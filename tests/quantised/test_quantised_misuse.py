@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from quantised_weights import realistic, sizes, tokens
 from torch import Tensor, nn
 
 from lineate.generation import generate
@@ -20,6 +19,7 @@ from lineate.models.files.checkpoint import save
 from lineate.models.files.safetensors import CheckpointError
 from lineate.quantised import FORMATS, QuantisedWeight, quantize, shrink
 from lineate.quantised.which import format_of, quantised_parameters
+from tests.support.quantised_weights import realistic, sizes, tokens
 
 ALL, CODED = tuple(FORMATS), ("int8", "int4", "fp8")
 

@@ -4,11 +4,8 @@ import copy
 from dataclasses import replace
 from pathlib import Path
 
-import fresh
 import pytest
 import torch
-from families import FAMILIES, build
-from quantised_weights import EXPERTS, VOCAB, WIDE, realistic, relative, sizes, tokens
 
 from lineate.generation import generate
 from lineate.generation.choice import Sampling
@@ -24,6 +21,9 @@ from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import Request
 from lineate.training.config import TrainConfig
 from lineate.training.prepare import prepare
+from tests.support import fresh
+from tests.support.families import FAMILIES, build
+from tests.support.quantised_weights import EXPERTS, VOCAB, WIDE, realistic, relative, sizes, tokens
 
 ALL = tuple(FORMATS)
 CLOSE = {"bfloat16": 0.004, "float16": 0.001, "int8": 0.01, "int4": 0.15, "fp8": 0.05}
@@ -43,7 +43,7 @@ def kept_bytes(model: HybridLM) -> int:
     return sum(x.nbytes for x in plain) + sum(x.nbytes_kept for x in quantised.values())
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize("letter", [kind.letter for kind in kinds() if kind.built_in])
 def test_logits_of_every_mixer(letter, form):

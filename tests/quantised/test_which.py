@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from quantised_weights import EXPERTS, realistic, sizes, tokens
 from torch import nn
 
 from lineate.models import HybridLM
@@ -13,6 +12,7 @@ from lineate.models.config import HybridConfig
 from lineate.models.hybrid import empty_model
 from lineate.quantised import FORMATS, QuantisedWeight, quantised_formats, quantize, shrink
 from lineate.quantised.which import format_of, name_of_bits, quantised_parameters
+from tests.support.quantised_weights import EXPERTS, realistic, sizes, tokens
 
 ALL = tuple(FORMATS)
 

@@ -85,6 +85,7 @@ def test_the_call_has_the_gates_of_the_expression(text, call):
     assert json.loads(lineate(text, "--json").stdout)["call"].endswith(f" with {call}")
 
 
+@pytest.mark.cover
 def test_json():
     found = json.loads(lineate(WRONG, "--json").stdout)
     assert found["recognised"] is False and found["rule"] is None and found["relative"] == "undecayed-read"
@@ -113,6 +114,7 @@ def test_the_output_on_the_page_is_real():
     assert shown == real
 
 
+@pytest.mark.cover
 def test_the_commands_on_the_page_say_what_stands_beside_them():
     found = re.findall(r'^    lineate check "(S|M)( = .*?)" +# (.*?)(?:;.*)?$', page(), re.MULTILINE)
     assert len(found) == 3
@@ -121,6 +123,7 @@ def test_the_commands_on_the_page_say_what_stands_beside_them():
         assert first == expected.replace("no row", "None of lineate's rows")
 
 
+@pytest.mark.cover
 def test_the_rules_on_the_page_are_what_it_says():
     rows = re.findall(r"^\| `(.*)` \| (.*) \|$", page()[page().index("## Rules that are") :], re.MULTILINE)
     assert len(rows) == 14

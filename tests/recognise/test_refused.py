@@ -165,6 +165,7 @@ def largest():
     return text
 
 
+@pytest.mark.cover
 def test_the_work_is_bounded(monkeypatch):
     """However an expression is written, it is evaluated at most a few thousand times, on arrays of a few numbers."""
     calls, sizes = [0], set()

@@ -5,7 +5,6 @@ from functools import cache, partial
 
 import pytest
 import torch
-from few import few
 
 from lineate.recognise.compare import check
 from lineate.recognise.distance import STEPS, distances
@@ -13,6 +12,7 @@ from lineate.recognise.evaluation import draw_token, updated
 from lineate.recognise.expressions import read_expression
 from lineate.recognise.rules import RELATIVES
 from lineate.rule import step
+from tests.support.marks import slow_but
 
 once = cache(check)
 """The same finding for all tests of an expression."""
@@ -69,7 +69,7 @@ WRONG = {
 
 FIRST = {found: text for text, found in reversed(WRONG.items())}
 """The first expression of each diagnosis and row; the others repeat them in another form."""
-wrong = pytest.mark.parametrize("text", few(WRONG, FIRST.values()))
+wrong = pytest.mark.parametrize("text", slow_but(WRONG, FIRST.values()))
 
 
 @wrong
@@ -126,6 +126,7 @@ def test_what_is_no_update_of_one_memory(text):
     assert found.distances == () and found.remedy is None
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("text", ["S = tanh(exp(g) * S) + b * outer(k, v)", "S = a * S + b * outer(k, v - S.T @ q)"])
 def test_none(text):
     found = check(text)
@@ -133,6 +134,7 @@ def test_none(text):
     assert check(found.remedy).match.row.rule.name == "gated_delta_rule"
 
 
+@pytest.mark.cover
 def test_the_query_does_not_belong_into_the_update():
     assert any("query" in note for note in check("S = a * S + b * outer(k, v - S.T @ q)").notes)
     assert not check("S = S + outer(k, v); o = S.T @ q").notes

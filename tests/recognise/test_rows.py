@@ -153,6 +153,7 @@ def test_a_small_change_is_noticed(text):
         assert not check(f"{text}; S = S + 0.000001 * {extra}").recognised
 
 
+@pytest.mark.cover
 def test_vectors_are_asked_for():
     text = "S = S * a; S = S + b * outer(v - S @ k, k)"
     assert check(text).match.row.rule.name == GDN

@@ -5,8 +5,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kept_states import same
-from serving_models import PATTERNS, SPACING, alone, model, prompt
 
 from lineate.generation.choice import Sampling
 from lineate.serving.cache.cache import StateCache
@@ -15,6 +13,8 @@ from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.planning import Need, Plan, Shape
 from lineate.serving.engine.reading import Reading
 from lineate.serving.engine.requests import Handle, Request
+from tests.support.kept_states import same
+from tests.support.serving_models import PATTERNS, SPACING, alone, model, prompt
 
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
 QUESTION = prompt(100, seed=5)
@@ -208,6 +208,7 @@ def test_different_answers_are_each_read():
         assert engine.cache.find((*QUESTION, *found.tokens, 0)).length == 2 * SPACING
 
 
+@pytest.mark.cover
 def test_only_so_many_wait():
     """While another request keeps the engine busy, the oldest answers are given up."""
     engine = make(slots=8)

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kept_states import held, hybrid_state, linear_state, longer, same
-from small_models import random_model
 
 from lineate.layers import TokenCache
 from lineate.layers.registry import kinds
 from lineate.models import HybridLM, ModelState, preset
 from lineate.serving.cache.cache import StateCache
+from tests.support.kept_states import held, hybrid_state, linear_state, longer, same
+from tests.support.small_models import random_model
 
 LETTERS = [kind.letter for kind in kinds() if kind.built_in]
 
@@ -198,6 +198,7 @@ def lines_of(call) -> int:
     return lines
 
 
+@pytest.mark.cover
 def test_looking_up_takes_as_long_whatever_else_is_kept():
     cache, counted = StateCache(10**8, 4), []
     prompt = [3, 10, 10, 10, 1]

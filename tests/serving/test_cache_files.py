@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from kept_states import held, hybrid_state, linear_state, longer, same
-from small_models import random_model
 
 from lineate.layers.registry import kinds
 from lineate.models import preset
 from lineate.models.files.safetensors import Reader, read_header, write_tensors
 from lineate.serving.cache.cache import StateCache
 from lineate.serving.cache.identity import identity_of
+from tests.support.kept_states import held, hybrid_state, linear_state, longer, same
+from tests.support.small_models import random_model
 
 IDS = list(range(20))
 
@@ -117,6 +117,7 @@ def test_a_state_that_is_too_large_for_memory_is_served_from_disk(tmp_path):
     cache.close()
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("kind", ["state-", "block-"])
 def test_a_flipped_bit_anywhere_is_noticed(tmp_path, kind, caplog):
     """Bytes of the header and of the data are damaged in turn: other bits are never returned."""
@@ -241,6 +242,7 @@ while True:
 """
 
 
+@pytest.mark.cover
 def test_a_kill_at_any_moment_loses_no_finished_file(tmp_path):
     """A process is killed while it writes; all states that it had finished are found, whole."""
     run = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True)

@@ -10,15 +10,16 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kept_states import held, same
 
 from lineate.layers import Memory, TokenCache
 from lineate.models import ModelState
 from lineate.serving.cache.cache import StateCache
+from tests.support.kept_states import held, same
 
 SPACING = 4
 TOKENS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=4)
@@ -214,7 +215,7 @@ class CacheMachine(RuleBasedStateMachine):
             shutil.rmtree(self.place)
 
 
-TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine = pytest.mark.cover(CacheMachine.TestCase)
 TestCacheMachine.settings = settings(
     max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -6,13 +6,13 @@ from threading import current_thread
 
 import pytest
 import torch
-from kept_states import hybrid_state, linear_state, same
-from linked import Linked, on_all
 
 from lineate.serving.cache import spill
 from lineate.serving.cache.blocks import Tensors
 from lineate.serving.cache.cache import StateCache
 from lineate.serving.cache.peers import LinkedPeers
+from tests.support.kept_states import hybrid_state, linear_state, same
+from tests.support.linked import Linked, on_all
 
 SPACING = 4
 IDS = tuple(range(80))

@@ -303,6 +303,7 @@ PIECES = st.lists(st.integers(1, 30), max_size=20)
 REASONING = st.sampled_from(["", "maybe", "open"])
 
 
+@pytest.mark.cover
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS, pieces=PIECES, reasoning=REASONING, cut=st.booleans())
 def test_how_a_text_is_split_does_not_matter(text, pieces, reasoning, cut):
@@ -311,12 +312,14 @@ def test_how_a_text_is_split_does_not_matter(text, pieces, reasoning, cut):
     assert shown(parsed(text, [1] * len(text), reasoning, cut)) == whole
 
 
+@pytest.mark.cover
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS, reasoning=REASONING)
 def test_nothing_is_lost_or_said_twice(text, reasoning):
     check(text, parsed(text, (), reasoning))
 
 
+@pytest.mark.cover
 @settings(max_examples=150, deadline=None)
 @given(before=st.sampled_from(["", "Hm. ", "A < b.\n"]), call=CALLS, share=st.floats(0, 1))
 def test_nothing_of_a_cut_text_is_lost(before, call, share):

@@ -13,9 +13,6 @@ pytest.importorskip("llguidance")
 
 import httpx
 import torch
-from chat_tokenizer import chat_tokenizer
-from live_server import live, until
-from small_models import random_model
 
 from lineate.generation.choice import Sampling
 from lineate.models import preset
@@ -26,6 +23,9 @@ from lineate.serving.cache.cache import StateCache
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import Request
 from lineate.web.fields import Fields
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.live_server import live, until
+from tests.support.small_models import random_model
 
 MODEL, CONTEXT, SLOTS, SPACING = "tiny-chat", 1024, 3, 64
 HELLO = [{"role": "user", "content": "Hello, who are you?"}]

@@ -10,12 +10,11 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
-from chat_tokenizer import chat_tokenizer
-from live_server import WAIT, ScriptedEngine, live
-
 from lineate.serving.api.service import Description
 from lineate.serving.app import Settings
 from lineate.web.limits import Limits
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.live_server import WAIT, ScriptedEngine, live
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -54,6 +53,7 @@ def test_a_head_that_never_ends(server, sent):
         assert rest(connection).count(b"HTTP/1.1 200") == sent.count(HEALTH)
 
 
+@pytest.mark.cover
 def test_a_head_that_trickles(server):
     """Bytes that come one by one do not prolong the time of a head."""
     with connect(server) as connection, pytest.raises(OSError):
@@ -63,6 +63,7 @@ def test_a_head_that_trickles(server):
             time.sleep(0.05)
 
 
+@pytest.mark.cover
 def test_a_body_may_take_longer_than_a_head(server):
     body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
     with connect(server) as connection:
@@ -92,6 +93,7 @@ def test_bytes_that_are_no_http(server, sent):
     )
 
 
+@pytest.mark.cover
 def test_a_kept_connection_serves_again(server):
     """Times of heads end with them: a connection lives longer than any one."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT)

@@ -5,9 +5,6 @@ from collections.abc import Hashable, Sequence
 
 import pytest
 import torch
-from few import few
-from odd_models import EXPERTS, odd
-from speculation import GREEDY, OPTIONS, make, plain, prompts, speculate
 from torch import Tensor
 
 from lineate.generation import Sampling
@@ -15,6 +12,9 @@ from lineate.layers.registry import letters
 from lineate.serving.drafting import Drafter, DraftModel, DraftRow, PromptLookup, verify
 from lineate.serving.drafting.predicting import PredictionDrafter
 from lineate.serving.drafting.stepwise import taken_back
+from tests.support.marks import slow_but
+from tests.support.odd_models import EXPERTS, odd
+from tests.support.speculation import GREEDY, OPTIONS, make, plain, prompts, speculate
 
 VOCAB = 61
 PATTERNS = {letter: odd(letter) for letter in letters()} | {
@@ -47,7 +47,8 @@ class Scripted:
         pass
 
 
-@pytest.mark.parametrize("pattern", few(PATTERNS, ("GGGA", "LRDGKTPNCEAM")))
+@pytest.mark.cover
+@pytest.mark.parametrize("pattern", slow_but(PATTERNS, ("GGGA", "LRDGKTPNCEAM")))
 def test_every_drafter_yields_the_tokens_of_plain_decoding(pattern):
     model, ids = make(PATTERNS[pattern]), prompts()
     expected = plain(model, ids, OPTIONS, 12)
@@ -59,7 +60,8 @@ def test_every_drafter_yields_the_tokens_of_plain_decoding(pattern):
         assert speculate(model, ids, OPTIONS, 12, drafter)[0] == expected, type(drafter).__name__
 
 
-@pytest.mark.parametrize("draft", few(["GGGA", "M", "TPNCE", "LRDK"], ("GGGA", "TPNCE")))
+@pytest.mark.cover
+@pytest.mark.parametrize("draft", slow_but(["GGGA", "M", "TPNCE", "LRDK"], ("GGGA", "TPNCE")))
 def test_a_model_guesses_itself(draft):
     """A draft model with the larger one's weights is always right: its states are rolled back to the right place."""
     model, ids = make(odd(draft)), prompts()
@@ -68,6 +70,7 @@ def test_a_model_guesses_itself(draft):
     assert each > 4  # 5 at the most: the pace begins with 2 guesses
 
 
+@pytest.mark.cover
 def test_a_draft_model_that_is_sometimes_wrong():
     """A model whose weights were disturbed a little is right at some places; its rows go on from different depths."""
     model, ids = make(odd("GGGA")), prompts((7, 12, 3, 9))
@@ -82,6 +85,7 @@ def test_a_draft_model_that_is_sometimes_wrong():
     assert 1.5 < each < 4.5
 
 
+@pytest.mark.cover
 def test_coupled_noise_makes_guesses_right():
     """Draws with the larger model's noise agree more often than independent draws would."""
     model, ids = make(odd("GA"), sharp=2.0), prompts((7, 12, 3))
@@ -148,6 +152,7 @@ def test_lookup_indexes_only_new_tokens():
     assert Noted.taken < 500 * 7
 
 
+@pytest.mark.cover
 def test_rows_come_and_go():
     """A draft model keeps the states of rows that are not asked for, and reads what they missed."""
     model = make(odd("GGGA"))
@@ -202,6 +207,7 @@ def test_verification_obeys_allowed_tokens():
     assert verify(logits, [[2]], [GREEDY], [3], allowed=allowed) == [[2, 0]]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     ("kind", "draws"),
     [

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from few import few
-from serving_models import PATTERNS, SPACING, VOCAB, Counting, alone, model, prompt
 
 from lineate.generation.choice import Sampling, log_probabilities
 from lineate.serving.cache.cache import StateCache
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.reading import Reading
 from lineate.serving.engine.requests import EngineStopped, Handle, QueueFull, Request, TooLong
+from tests.support.marks import slow_but
+from tests.support.serving_models import PATTERNS, SPACING, VOCAB, Counting, alone, model, prompt
 
 patterns = pytest.mark.parametrize("pattern", PATTERNS)
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
@@ -38,7 +38,8 @@ def check(pattern: str, handle: Handle) -> None:
         assert tuple(found.tokens) == alone(pattern, request.ids, sampling, request.max_new_tokens)
 
 
-@pytest.mark.parametrize("pattern", few(PATTERNS, ("GGGA", "TPNC")))
+@pytest.mark.cover
+@pytest.mark.parametrize("pattern", slow_but(PATTERNS, ("GGGA", "TPNC")))
 def test_tokens_do_not_depend_on_what_else_runs(pattern):
     """Prompts of many lengths, drawn and greedy, with forks; then the same again from the cache, in another order."""
     engine = make(pattern, slots=3)
@@ -97,7 +98,7 @@ def test_prompts_that_part_between_two_cuts_go_on_from_the_last_one():
         check("GGGA", handle)
 
 
-@pytest.mark.parametrize("pattern", few(PATTERNS, ("GGGA", "TPNC")))
+@pytest.mark.parametrize("pattern", slow_but(PATTERNS, ("GGGA", "TPNC")))
 def test_the_next_turn_has_the_bits_of_reading_the_whole_conversation(pattern):
     """Three turns from the cache, beside others; each has the log-probabilities of an engine that keeps nothing."""
     engine, ids = make(pattern), prompt(70)
@@ -142,6 +143,7 @@ def test_prompts_are_read_in_turns():
     finish(engine)
 
 
+@pytest.mark.cover
 def test_prompts_that_begin_alike_are_read_once():
     """Prompts that arrive together share what is the same, up to the last cut; without a cache each is read whole."""
     first = prompt(3 * SPACING + 10)
@@ -166,6 +168,7 @@ def test_a_prompt_goes_on_when_the_one_it_waits_for_is_cancelled():
     assert follower.result()[0].cached_tokens == 2 * SPACING
 
 
+@pytest.mark.cover
 def test_cancelling_frees_the_row_at_the_next_step():
     engine = make(slots=2, cached=False)
     handles = [engine.submit(Request(prompt(3, seed=n), DRAWN, max_new_tokens=30)) for n in range(4)]

@@ -4,13 +4,13 @@ import threading
 
 import pytest
 import torch
-from serving_models import SPACING, VOCAB, alone, model, prompt
 from torch import Tensor, nn
 
 from lineate.generation.choice import Sampling
 from lineate.serving.cache.cache import StateCache
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import EngineStopped, Event, Handle, Request
+from tests.support.serving_models import SPACING, VOCAB, alone, model, prompt
 
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
 
@@ -137,6 +137,7 @@ def test_listeners_get_every_event():
         assert [event.finished for event in own] == [None] * 5 + ["length"]
 
 
+@pytest.mark.cover
 def test_many_threads():
     """Requests come from several threads while the engine runs in its own; some are cancelled."""
     engine = make(slots=3)
@@ -164,6 +165,7 @@ def test_many_threads():
     assert finished["length"] >= 12 and sum(finished.values()) == 16
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("started", [False, True])
 def test_stopping_drains_or_cancels(started):
     for drain in (True, False):

@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from families import FAMILIES, VOCAB, build
-from few import few
-from serving_models import SPACING
 
 from lineate.generation.choice import Sampling
 from lineate.models import HybridLM
@@ -12,11 +9,15 @@ from lineate.serving.cache.cache import StateCache
 from lineate.serving.drafting import PromptLookup
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import Request
+from tests.support.families import FAMILIES, VOCAB, build
+from tests.support.marks import slow_but
+from tests.support.serving_models import SPACING
 
 pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("family", few(FAMILIES, ("qwen3_5_moe", "kimi_linear")))
+@pytest.mark.cover
+@pytest.mark.parametrize("family", slow_but(FAMILIES, ("qwen3_5_moe", "kimi_linear")))
 @torch.no_grad()
 def test_tokens_are_those_of_transformers(family, tmp_path):
     theirs = build(family)

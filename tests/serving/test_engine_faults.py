@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 import torch
-from serving_models import SPACING, alone, model, prompt
 
 from lineate.decoding import in_place
 from lineate.generation.choice import Sampling, choose_tokens
@@ -12,6 +11,7 @@ from lineate.serving.cache.cache import StateCache
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.pool import Pool
 from lineate.serving.engine.requests import Request
+from tests.support.serving_models import SPACING, alone, model, prompt
 
 GREEDY = Sampling(temperature=0)
 

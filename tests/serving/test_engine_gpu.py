@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from serving_models import PATTERNS, SPACING, VOCAB, model, prompt
 
 from lineate.decoding import in_place
 from lineate.generation.choice import Draws, Sampling, adjusted, choose_tokens
@@ -17,6 +16,7 @@ from lineate.serving.drafting import PromptLookup
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.pool import Pool
 from lineate.serving.engine.requests import Event, Handle, Request
+from tests.support.serving_models import PATTERNS, SPACING, VOCAB, model, prompt
 
 pytestmark = pytest.mark.gpu
 patterns = pytest.mark.parametrize("pattern", PATTERNS)

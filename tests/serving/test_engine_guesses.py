@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from few import few
-from serving_models import PATTERNS, SPACING, VOCAB, Counting, alone, model, prompt
 
 from lineate.generation.choice import Sampling
 from lineate.serving.cache.cache import StateCache
 from lineate.serving.drafting import DraftModel, DraftRow, PromptLookup
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import Handle, Request
+from tests.support.marks import slow_but
+from tests.support.serving_models import PATTERNS, SPACING, VOCAB, Counting, alone, model, prompt
 
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
 
@@ -61,7 +61,7 @@ def check(pattern: str, handle: Handle) -> None:
         assert tuple(found.tokens) == alone(pattern, request.ids, sampling, 24)[: request.max_new_tokens]
 
 
-@pytest.mark.parametrize("pattern", few(PATTERNS, ("GGGA", "TPNC", "KKKM, experts")))
+@pytest.mark.parametrize("pattern", slow_but(PATTERNS, ("GGGA", "TPNC", "KKKM, experts")))
 def test_guesses_do_not_change_the_tokens(pattern):
     """Rows with many right guesses run beside rows with few; rows join, fork and leave, and the cache is used."""
     drafter = Oracle(pattern, 4)
@@ -98,6 +98,7 @@ def test_the_next_turn_continues_a_guessed_answer(pattern):
     assert tuple(handle.result(0)[0].tokens) == alone(pattern, following, DRAWN, 24)[:6]
 
 
+@pytest.mark.cover
 def test_drafters_of_the_library():
     """Lookup in a prompt that repeats itself, and a model that guesses for itself."""
     ids = prompt(12) * 3
@@ -173,6 +174,7 @@ def test_a_drafter_that_fails_costs_only_guesses(caplog):
     assert "guessing failed" in caplog.text
 
 
+@pytest.mark.cover
 def test_guesses_never_exceed_the_context():
     """A row may be at the last token of its context while others are guessed far ahead."""
     engine = make("GGGA", Next(), context=64, most_guesses=8)
@@ -205,6 +207,7 @@ class Watching(Oracle):
             self.forgotten[key] = self.first.pop(key), torch.cat(self.hidden.pop(key))
 
 
+@pytest.mark.cover
 @torch.no_grad()
 def test_drafters_observe_what_the_head_reads():
     """All tokens that are read and kept, from the first that was not cached on; refused guesses are left out."""

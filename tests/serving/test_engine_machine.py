@@ -17,7 +17,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from serving_models import SMALL, SPACING, VOCAB, alone, model, prompt
 
 from lineate.generation.choice import Sampling
 from lineate.serving.cache.cache import StateCache
@@ -25,6 +24,7 @@ from lineate.serving.drafting import DraftRow, PromptLookup
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.planning import Need, Plan, Shape
 from lineate.serving.engine.requests import Handle, Request
+from tests.support.serving_models import SMALL, SPACING, VOCAB, alone, model, prompt
 
 MOST, CONTEXT = 8, 256
 BASE = prompt(160, seed=1)
@@ -177,6 +177,7 @@ def run(examples: int) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.cover
 def test_any_schedule_gives_the_same_tokens():
     run(6)
 

@@ -5,8 +5,6 @@ Here the model is on a CPU, where the step has ended when it has begun: the orde
 
 import pytest
 import torch
-from few import few
-from serving_models import PATTERNS, SPACING, Counting, alone, model, prompt
 
 from lineate.generation.choice import Sampling
 from lineate.serving.cache.cache import StateCache
@@ -14,6 +12,8 @@ from lineate.serving.drafting import PromptLookup
 from lineate.serving.engine.continuation import NextTokens
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import Event, Handle, Request
+from tests.support.marks import slow_but
+from tests.support.serving_models import PATTERNS, SPACING, Counting, alone, model, prompt
 
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
 FILTERED = Sampling(temperature=1.2, top_p=0.9, seed=5)
@@ -78,7 +78,7 @@ def test_guesses_are_not_made_ahead():
     assert engine.stats.guesses > 0
 
 
-@pytest.mark.parametrize("pattern", few(PATTERNS, ("GGGA", "LRDG")))
+@pytest.mark.parametrize("pattern", slow_but(PATTERNS, ("GGGA", "LRDG")))
 def test_rows_of_all_kinds_join_and_end_at_any_step(pattern):
     """Rows that are drawn in different ways, and more requests than slots, which end at different steps."""
     engine, handles = make(pattern, slots=3), []

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from few import few
-from serving_models import PATTERNS, SPACING, VOCAB, alone, model, prompt
 
 from lineate.generation.choice import Sampling
 from lineate.serving.cache.cache import StateCache
@@ -13,6 +11,8 @@ from lineate.serving.engine.planning import Need, Plan, Shape
 from lineate.serving.engine.pool import Pool
 from lineate.serving.engine.reading import Reading
 from lineate.serving.engine.requests import Request, TooLong
+from tests.support.marks import slow_but
+from tests.support.serving_models import PATTERNS, SPACING, VOCAB, alone, model, prompt
 
 patterns = pytest.mark.parametrize("pattern", PATTERNS)
 DRAWN = Sampling(temperature=1.5, seed=3)
@@ -34,6 +34,7 @@ def test_a_prompt_being_read_has_the_planned_bytes(pattern):
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("pattern", ["GGGA", "LRDG"])
 @pytest.mark.parametrize("times", [1.0, 1.5, 20.0])
 def test_memory_is_never_exceeded(pattern, times):
@@ -109,7 +110,7 @@ def test_resizing_stays_within_its_bytes(pattern):
         assert pool.allocated <= planned
 
 
-@pytest.mark.parametrize("draft", few(["GGGA", "TPNC", "LRDG", "EA"], ("GGGA", "EA")))
+@pytest.mark.parametrize("draft", slow_but(["GGGA", "TPNC", "LRDG", "EA"], ("GGGA", "EA")))
 def test_a_drafter_that_is_a_model_is_planned_for(draft):
     """Its states never take more than was planned, and fewer rows are admitted where they would not fit."""
     lm, small = model("GGGA"), DraftModel(model(draft), VOCAB)

@@ -9,10 +9,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-import serving_models
 import torch
-from few import few
-from serving_models import PATTERNS, SPACING
 
 from lineate.generation.choice import Sampling
 from lineate.layers import registry
@@ -22,6 +19,9 @@ from lineate.serving.cache.identity import identity_of
 from lineate.serving.drafting import PromptLookup
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import Completion, Handle, Request
+from tests.support import serving_models
+from tests.support.marks import slow_but
+from tests.support.serving_models import PATTERNS, SPACING
 
 FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "olmo_hybrid")
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
@@ -35,7 +35,7 @@ Load = Callable[[str], HybridLM]
 def theirs(family: str):
     """Return transformers' model of a family."""
     transformers = pytest.importorskip("transformers")
-    from families import build
+    from tests.support.families import build
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -137,7 +137,7 @@ def run_all(lm: HybridLM, folder, budget: int, guesses: bool, rounds: int) -> No
     assert all(seen.values()), seen
 
 
-@pytest.mark.parametrize("subject", few([*FAMILIES, *PATTERNS], ("qwen3_5_moe", *list(PATTERNS)[:1])))
+@pytest.mark.parametrize("subject", slow_but([*FAMILIES, *PATTERNS], ("qwen3_5_moe", *list(PATTERNS)[:1])))
 @pytest.mark.parametrize("guesses", [False, True])
 def test_nothing_depends_on_anything_else(subject, guesses, load, tmp_path):
     lm = load(subject)
@@ -154,7 +154,7 @@ def test_in_many_orders(subject, guesses, budget, load, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "subject", few([*FAMILIES, *PATTERNS], ("qwen3_next", "olmo_hybrid", "kimi_linear", *list(PATTERNS)[:2]))
+    "subject", slow_but([*FAMILIES, *PATTERNS], ("qwen3_next", "olmo_hybrid", "kimi_linear", *list(PATTERNS)[:2]))
 )
 def test_logits_from_a_kept_state_have_the_same_bits(subject, load, tmp_path):
     """All log-probabilities of the first token: from a state on the grid, from the prompt's end, and from files."""
@@ -178,6 +178,7 @@ def test_logits_from_a_kept_state_have_the_same_bits(subject, load, tmp_path):
     assert cached == [128, 140, 140, 140]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_greedy_tokens_are_those_of_transformers(family, load):

@@ -7,11 +7,11 @@ mixers, norms and experts of published ones; formats of weights are those of `--
 from functools import cache
 
 import pytest
-from few import few
 
 from bench.serving.exactness import FORMS, SAMPLINGS, Clients, compare, configs, make_model, texts
 from lineate.models import HybridLM
 from lineate.native.build import available
+from tests.support.marks import slow_but
 
 SPACING = 64
 FAMILIES = tuple(configs())
@@ -24,8 +24,8 @@ def model(family: str, form: str) -> HybridLM:
     return make_model(configs()[family], form, "cpu")
 
 
-@pytest.mark.parametrize("case", few(CASES, QUICK), ids=" ".join)
-@pytest.mark.parametrize("sampling", few(list(SAMPLINGS), ["greedy"]))
+@pytest.mark.parametrize("case", slow_but(CASES, QUICK), ids=" ".join)
+@pytest.mark.parametrize("sampling", slow_but(list(SAMPLINGS), ["greedy"]))
 def test_cached_answers_have_the_bits_of_uncached_ones(case, sampling):
     """Alone on every machine; among eight clients where the C code decodes."""
     family, form = case

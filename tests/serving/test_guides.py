@@ -8,14 +8,13 @@ import pytest
 pytest.importorskip("llguidance")
 pytest.importorskip("tokenizers")
 
-from chat_tokenizer import chat_tokenizer
-
 from lineate.serving.api.calls import Called
 from lineate.serving.api.guides import NOT_FOLLOWED, Grammars, Guide
 from lineate.serving.api.schemas import JsonFormat
 from lineate.serving.api.tools import AnswerParser, calls_grammar
 from lineate.text.tokenizer import Bytes
 from lineate.web.errors import ApiError
+from tests.support.chat_tokenizer import chat_tokenizer
 
 SCHEMA = {
     "type": "object",

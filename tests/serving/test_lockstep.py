@@ -5,11 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
-from linked import Linked
-from lockstep_ranks import Joined, leave, run_tests
-from ranks import run_ranks
-from serving_models import CONFIG, SPACING, Counting, alone, model, prompt
-from small_models import random_model
 
 from lineate.generation.choice import Sampling
 from lineate.models.sharding import share_out_model
@@ -22,6 +17,11 @@ from lineate.serving.drafting.predicting import PredictionDrafter
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.lockstep import Lockstep, plain_request, read_request
 from lineate.serving.engine.requests import EngineStopped, Event, Handle, QueueFull, Request
+from tests.support.linked import Linked
+from tests.support.lockstep_ranks import Joined, leave, run_tests
+from tests.support.ranks import run_ranks
+from tests.support.serving_models import CONFIG, SPACING, Counting, alone, model, prompt
+from tests.support.small_models import random_model
 
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
 
@@ -51,6 +51,7 @@ def run(names: list[str], *more: str) -> int:
     return passed
 
 
+@pytest.mark.cover
 def test_speculation_cache_fork_and_cancellation_on_two_ranks():
     names = [name for own in SCENARIOS.values() for name in own]
     assert run(names) == len(names)

@@ -9,8 +9,6 @@ pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
 import httpx
-from chat_tokenizer import chat_tokenizer
-from live_server import ScriptedEngine, live, until
 
 from lineate.serving.api.bodies import check_values
 from lineate.serving.api.guides import Grammars
@@ -18,6 +16,8 @@ from lineate.serving.api.lanes import LONG_BYTES, LONGEST_REST, REST, Lanes
 from lineate.serving.api.schemas import JsonFormat
 from lineate.serving.api.service import Description
 from lineate.web.errors import ApiError
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.live_server import ScriptedEngine, live, until
 
 DESCRIPTION = Description("scripted", context=2048, slots=4, created=0, fingerprint="x")
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}

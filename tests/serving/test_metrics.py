@@ -7,13 +7,13 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
-from kept_states import linear_state
 from prometheus_client.parser import text_string_to_metric_families
 
 from lineate.serving.cache.cache import StateCache
 from lineate.serving.cache.kept import CacheStats
 from lineate.serving.engine.engine import EngineStats
 from lineate.web.metrics import COUNTED, Metrics
+from tests.support.kept_states import linear_state
 
 GAUGES = {
     "engine": {"waiting", "reading", "running", "waiting_answers", "pool_bytes"},

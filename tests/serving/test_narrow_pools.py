@@ -6,9 +6,6 @@ from functools import cache
 
 import pytest
 import torch
-from kept_states import same
-from serving_models import CONFIG, SPACING, VOCAB, alone, model, prompt
-from small_models import random_model
 
 from lineate.generation.choice import Sampling, choose_tokens
 from lineate.layers import Memory
@@ -21,6 +18,9 @@ from lineate.serving.engine.planning import Need, Plan, Shape
 from lineate.serving.engine.pool import Pool
 from lineate.serving.engine.reading import Reading
 from lineate.serving.engine.requests import Handle, Request
+from tests.support.kept_states import same
+from tests.support.serving_models import CONFIG, SPACING, VOCAB, alone, model, prompt
+from tests.support.small_models import random_model
 
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
 ROUNDINGS = ("nearest", "stochastic")
@@ -114,7 +114,8 @@ def parted(pattern: str, device: str, rounding: str, handle: Handle) -> int:
     return count
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover
+@pytest.mark.slow(but="pairs")
 @devices
 @pytest.mark.parametrize("guesses", [False, True], ids=["plain", "guesses"])
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -185,6 +186,7 @@ def test_the_next_turn_is_read_in_float32():
     assert third.result()[0].cached_tokens == len(following)
 
 
+@pytest.mark.cover
 @devices
 @pytest.mark.parametrize("pattern", PATTERNS)
 @torch.no_grad()
@@ -243,6 +245,7 @@ def test_planned_bytes_are_allocated_bytes(pattern, device):
         assert plan.reading_nbytes(need) == narrow_plan.reading_nbytes(need)  # prompts are read in float32
 
 
+@pytest.mark.cover
 def test_more_rows_fit_into_the_same_memory():
     """With the memory that eight rows take in bfloat16, an engine in float32 runs fewer at once; none is exceeded."""
     lm, together = random_model(CONFIG), {}

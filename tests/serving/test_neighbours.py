@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
-from kept_states import held, hybrid_state, longer, same
 
 from lineate.serving.cache.cache import StateCache
+from tests.support.kept_states import held, hybrid_state, longer, same
 
 IDS = list(range(20))
 
@@ -135,8 +135,7 @@ def test_the_share_of_a_process_that_was_killed(tmp_path):
     """Its lock ends with it, and what it had written stays."""
     program = """
 import os, signal, sys, torch
-sys.path.insert(0, "tests/support")
-from kept_states import hybrid_state
+from tests.support.kept_states import hybrid_state
 from lineate.serving.cache.cache import StateCache
 torch.manual_seed(0)
 state = hybrid_state(8)

@@ -4,7 +4,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from few import few
+
+from tests.support.marks import slow_but
 
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")
@@ -12,14 +13,14 @@ pytest.importorskip("llguidance")
 
 import httpx
 import openai
-from chat_tokenizer import chat_tokenizer
-from live_server import live, until
-from small_models import random_model
 
 from lineate.models import preset
 from lineate.serving.app import describe
 from lineate.serving.cache.cache import StateCache
 from lineate.serving.engine.engine import Engine
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.live_server import live, until
+from tests.support.small_models import random_model
 
 MODEL, CONTEXT, SLOTS = "tiny-chat", 2048, 4
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello, who are you?"}]
@@ -106,6 +107,7 @@ def test_a_chat(client, tokenizer):
     assert made.usage.total_tokens == len(prompt) + 12
 
 
+@pytest.mark.cover
 def test_a_stream_is_the_same_answer_in_pieces(client):
     whole = chat(client, max_tokens=40)
     chunks = list(chat(client, max_tokens=40, stream=True, stream_options={"include_usage": True}))
@@ -155,6 +157,7 @@ def test_what_lineate_adds_counts_the_state(client, engine):
     assert made.lineate["stopped_by"] is None
 
 
+@pytest.mark.cover
 def test_seeds_repeat(client):
     texts = {
         seed: {chat(client, seed=seed, max_tokens=24).choices[0].message.content for _ in range(2)} for seed in (1, 2)
@@ -162,6 +165,7 @@ def test_seeds_repeat(client):
     assert len(texts[1]) == len(texts[2]) == 1 and texts[1] != texts[2]
 
 
+@pytest.mark.cover
 def test_without_a_seed_answers_differ(client):
     texts = {chat(client, seed=None, max_tokens=24).choices[0].message.content for _ in range(3)}
     assert len(texts) == 3
@@ -173,6 +177,7 @@ def test_temperature_0_takes_the_likeliest(client):
         assert entry.bytes == entry.top_logprobs[0].bytes
 
 
+@pytest.mark.cover
 def test_several_choices(client):
     made = chat(client, n=3, max_tokens=24)
     assert [choice.index for choice in made.choices] == [0, 1, 2]
@@ -211,6 +216,7 @@ def test_logit_bias_forces_and_forbids(client, tokenizer):
     assert chat(client, logit_bias=wanted | TEXT, stop="<").choices[0].message.content in ["x" * n for n in range(13)]
 
 
+@pytest.mark.cover
 def test_stop_strings_are_not_shown(client):
     text = chat(client, max_tokens=40).choices[0].message.content
     stop = text[20:22]
@@ -237,7 +243,8 @@ def test_json_objects(client, tokenizer):
         assert isinstance(json.loads(made.choices[0].message.content), dict)
 
 
-@pytest.mark.parametrize("stream", few([False, True], [True]))
+@pytest.mark.cover
+@pytest.mark.parametrize("stream", slow_but([False, True], [True]))
 def test_json_of_a_schema(client, stream):
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
     for seed in range(2):
@@ -259,6 +266,7 @@ def test_json_of_a_schema(client, stream):
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", "named"])
 def test_a_call_can_be_required(client, stream, choice):
@@ -279,6 +287,7 @@ def test_a_call_can_be_required(client, stream, choice):
     assert arguments["city"] in ("Oslo", "Rome") and 1 <= arguments["days"] <= 9
 
 
+@pytest.mark.cover
 def test_the_result_of_a_call_is_read(client):
     made = chat(client, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False, max_tokens=400).choices[0]
     message = made.message.model_dump(exclude_none=True)

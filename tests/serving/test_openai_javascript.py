@@ -13,12 +13,11 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
-from browser import started
-from chat_tokenizer import chat_tokenizer
-from live_server import ScriptedEngine, live, until
-
 from lineate.serving.api.service import Description
 from lineate.serving.app import Settings
+from tests.support.browser import started
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.live_server import ScriptedEngine, live, until
 
 ROOT = Path(__file__).parents[2]
 PLACES = [ROOT / ".venv/npm/node_modules/openai", ROOT / "node_modules/openai"]

@@ -8,13 +8,12 @@ pytest.importorskip("fastapi")
 pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 
-from chat_tokenizer import chat_tokenizer
-from live_server import ScriptedEngine, live
-
 from lineate.serving.api.calls import Called
 from lineate.serving.api.guides import Grammars
 from lineate.serving.api.service import Description
 from lineate.serving.api.tools import AnswerParser, Said, calls_grammar
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.live_server import ScriptedEngine, live
 
 NAME = "scripted"
 USER = [{"role": "user", "content": "hi"}]

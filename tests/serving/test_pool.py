@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from serving_models import PATTERNS, VOCAB, model, prompt
 
 from lineate.layers import TokenCache
 from lineate.models import HybridLM, ModelState
 from lineate.serving.engine.pool import Pool
+from tests.support.serving_models import PATTERNS, VOCAB, model, prompt
 
 patterns = pytest.mark.parametrize("pattern", PATTERNS)
 

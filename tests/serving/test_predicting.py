@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from odd_models import EXPERTS, odd
-from speculation import GREEDY, OPTIONS, make, plain, prompts, speculate
 
 from lineate.generation import Sampling, choose_tokens
 from lineate.models import HybridLM
 from lineate.serving.drafting import DraftRow
 from lineate.serving.drafting.predicting import PredictionDrafter
+from tests.support.odd_models import EXPERTS, odd
+from tests.support.speculation import GREEDY, OPTIONS, make, plain, prompts, speculate
 
 CONFIGS = {
     "GGGA": odd("GGGA", prediction=True, zero_centred_norm=True),
@@ -36,6 +36,7 @@ def guesses_of(model: HybridLM, ids: list[int], sampling: Sampling, most: int, f
     return guesses
 
 
+@pytest.mark.cover
 @cases
 def test_generation_yields_the_tokens_of_plain_decoding(case):
     model, ids = make(CONFIGS[case]), prompts((7, 40, 3, 9, 5))
@@ -43,6 +44,7 @@ def test_generation_yields_the_tokens_of_plain_decoding(case):
     assert speculate(model, ids, OPTIONS, 14, PredictionDrafter(model))[0] == expected
 
 
+@pytest.mark.cover
 @cases
 def test_guesses_are_those_of_the_equations(case):
     """Rows go on by different numbers of tokens, come and go, and the guesses of their caches are always given up."""

@@ -16,12 +16,12 @@ pytest.importorskip("typer")
 pytest.importorskip("llguidance")
 
 import httpx
-from chat_tokenizer import chat_tokenizer
-from small_models import random_model
 from typer.testing import CliRunner
 
 from lineate.cli import build_app
 from lineate.models import preset
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.small_models import random_model
 
 WAIT = 180.0
 """Seconds until a test gives up; less than the collectives wait for a rank, which must not be needed."""

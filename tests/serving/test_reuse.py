@@ -7,9 +7,6 @@ from functools import cache
 from itertools import product
 
 import pytest
-from chat_tokenizer import chat_tokenizer
-from serving_models import CONFIG, model, prompt
-from small_models import random_model
 
 from lineate.generation.choice import Sampling
 from lineate.models import HybridConfig, HybridLM
@@ -18,6 +15,9 @@ from lineate.serving.cache.identity import identity_of
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import Completion, Event, Request
 from lineate.text import Bytes, Tokenizer, load_tokenizer
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.serving_models import CONFIG, model, prompt
+from tests.support.small_models import random_model
 
 SPACING, LONG = 256, 4096
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
@@ -89,6 +89,7 @@ def fresh(model: HybridLM, ids: tuple[int, ...], new: int = 4, sampling: Samplin
     return handle.result(0)[0].tokens
 
 
+@pytest.mark.cover
 @cases("pattern, restarted", (False,), (True,), restarted=(False, True))
 def test_a_shared_beginning_is_read_once(pattern, restarted, tmp_path):
     """Of 4,096 tokens none is read again, whatever follows them, nor if nothing follows."""
@@ -118,6 +119,7 @@ def test_a_shared_beginning_that_ends_between_two_cuts():
         assert found.tokens == fresh(lm, ids)
 
 
+@pytest.mark.cover
 @cases(
     "pattern, length, restarted", (LONG + 99, False), (LONG + 130, True),
     length=(LONG, LONG + 99, LONG + 101, LONG + 130), restarted=(False, True),
@@ -137,6 +139,7 @@ def test_an_edit_before_the_end(pattern, length, restarted, tmp_path):
         assert found.tokens == fresh(lm, edited)
 
 
+@pytest.mark.cover
 @cases("pattern, restarted", (True,), restarted=(False, True))
 def test_a_conversation_reads_only_the_new_turn(pattern, restarted, tmp_path):
     """Ten turns: what the user adds is read, after less than a piece; answers were read again after they ended."""
@@ -155,6 +158,7 @@ def test_a_conversation_reads_only_the_new_turn(pattern, restarted, tmp_path):
     assert aside == 2 * SPACING  # the answers in which the text passed a multiple of the spacing
 
 
+@pytest.mark.cover
 def test_evictions_cost_tokens_but_change_none():
     """A budget of three states of a conversation: it goes on from whatever is left."""
     lm, ids = model("GA"), prompt(700, seed=9)
@@ -174,9 +178,8 @@ def serve():
     pytest.importorskip("fastapi")
     pytest.importorskip("llguidance")
     httpx = pytest.importorskip("httpx")
-    from live_server import live
-
     from lineate.serving.api.service import Description
+    from tests.support.live_server import live
 
     description = Description("tiny", context=4096, slots=1, created=0, fingerprint="x")
     with ExitStack() as stack:
@@ -213,6 +216,7 @@ def small_config(tokenizer: Tokenizer) -> HybridConfig:
     return replace(CONFIG, vocab_size=tokenizer.vocab_size, n_layers=2, pattern="GA")
 
 
+@pytest.mark.cover
 def test_a_chat_reads_only_the_new_message(serve, tmp_path):
     """Ten turns through the server and the chat template, with a restart in the middle; only less than a piece more."""
     tokenizer = chat_tokenizer()
@@ -242,6 +246,7 @@ def test_a_chat_reads_only_the_new_message(serve, tmp_path):
     assert reasons == {"stop", "length"}
 
 
+@pytest.mark.cover
 def test_a_chat_whose_template_rewrites_the_last_answer(serve):
     """A template that opens every answer with <think>, and leaves that out later: one goes on from the last cut."""
     tokenizer = chat_tokenizer(think="<think>\n")
@@ -277,11 +282,11 @@ NOTHING = "<think>\n\n</think>\n\n"
 )
 def test_what_the_next_prompt_begins_with(serve, tokenizer, answer, following, options, shared, tmp_path):
     """The next prompt begins with the last one and its answer, unless the template drops thoughts; then with less."""
-    from live_server import ScriptedEngine
+    from tests.support.live_server import ScriptedEngine
 
     if tokenizer == "qwen":
         pytest.importorskip("transformers")
-        from published import make_published
+        from tests.support.published import make_published
 
         make_published("bytes", tmp_path)
     tokenizer = {"plain": chat_tokenizer, "none": Bytes, "qwen": lambda: load_tokenizer(tmp_path)}[tokenizer]()

@@ -4,9 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from few import few
-from serving_models import CONFIG, EXPERTS, VOCAB, prompt
-from small_models import random_model
 
 from lineate.models import (
     AttentionConfig,
@@ -21,6 +18,9 @@ from lineate.native.build import available
 from lineate.quantised.which import quantised_parameters, shrink
 from lineate.serving.engine.pool import Pool
 from lineate.system import processor
+from tests.support.marks import slow_but
+from tests.support.serving_models import CONFIG, EXPERTS, VOCAB, prompt
+from tests.support.small_models import random_model
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C compiler")
 MOST, CAPACITY, STEPS = 16, 384, 4
@@ -69,9 +69,9 @@ def own_processor():
     processor.forget()
 
 
-@pytest.mark.parametrize("how", few(WEIGHTS, ["float32", "bfloat16 direct", "int4"]))
+@pytest.mark.parametrize("how", slow_but(WEIGHTS, ["float32", "bfloat16 direct", "int4"]))
 @pytest.mark.parametrize(
-    "case", few(CASES, ["latent, a gate a head", "attention, full norm", "mamba", "titans", "experts"])
+    "case", slow_but(CASES, ["latent, a gate a head", "attention, full norm", "mamba", "titans", "experts"])
 )
 @torch.no_grad()
 def test_each_row_decodes_as_if_it_were_alone(case, how, monkeypatch):

@@ -10,15 +10,15 @@ pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 
 import httpx
-from chat_tokenizer import chat_tokenizer
-from live_server import live
-from small_models import random_model
 from typer.testing import CliRunner
 
 from lineate.cli import build_app
 from lineate.models import preset
 from lineate.serving.arguments import ServeArguments, settings_of
 from lineate.serving.building import application
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.live_server import live
+from tests.support.small_models import random_model
 
 CHECKPOINT = {"do_sample": True, "temperature": 0.4, "top_k": 7, "top_p": 0.9, "repetition_penalty": 1.3}
 OTHERS = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}

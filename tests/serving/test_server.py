@@ -16,9 +16,6 @@ pytest.importorskip("llguidance")
 
 import httpx
 import openai
-from chat_tokenizer import chat_tokenizer
-from live_server import ScriptedEngine, live, until
-from small_models import random_model
 
 from lineate.models import preset
 from lineate.serving.api.service import Description
@@ -28,6 +25,9 @@ from lineate.serving.cache.cache import StateCache
 from lineate.serving.engine.engine import Engine
 from lineate.text.tokenizer import Bytes
 from lineate.web.limits import Limits
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.live_server import ScriptedEngine, live, until
+from tests.support.small_models import random_model
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -99,6 +99,7 @@ def test_a_client_that_leaves_frees_its_slot(engine, tokenizer, stream):
         until(lambda: server.app.state.traffic.active == 0)
 
 
+@pytest.mark.cover
 def test_a_client_that_leaves_a_real_engine(tokenizer):
     """Rows, readings and waiting requests are freed, and what others get does not change."""
     model = random_model(replace(preset("tiny", vocab_size=tokenizer.vocab_size), n_layers=2, pattern="GA"))
@@ -122,6 +123,7 @@ def test_a_client_that_leaves_a_real_engine(tokenizer):
         engine.stop(drain=False)
 
 
+@pytest.mark.cover
 def test_a_full_queue(engine, tokenizer, gate):
     with serving(engine, tokenizer) as server:
         waiting = [send(server, BODY) for _ in range(3)]
@@ -162,6 +164,7 @@ def test_too_many_requests_at_once(engine, tokenizer):
         assert server.http.get("/health").status_code == 200
 
 
+@pytest.mark.cover
 def test_keys(engine, tokenizer, gate):
     gate.set()
     with serving(engine, tokenizer, api_keys=("first-key", "second-key")) as server:
@@ -198,6 +201,7 @@ def test_metrics(engine, tokenizer, gate):
         assert "lineate_engine_new_tokens_total" in lines
 
 
+@pytest.mark.cover
 def test_two_servers_have_metrics_of_their_own(engine, tokenizer, gate):
     gate.set()
     with serving(engine, tokenizer) as one, serving(engine, tokenizer) as other:
@@ -224,6 +228,7 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(engine, tokenizer, g
         assert not server.thread.is_alive()
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("stream", [False, True])
 def test_draining_refuses_what_has_not_begun(engine, tokenizer, stream):
     with serving(engine, tokenizer, drain_seconds=0.2) as server:
@@ -235,6 +240,7 @@ def test_draining_refuses_what_has_not_begun(engine, tokenizer, stream):
         assert stream or " 503 " in text.splitlines()[0]
 
 
+@pytest.mark.cover
 def test_draining_cancels_what_runs_too_long(engine, tokenizer):
     engine.free = 3
     with serving(engine, tokenizer, drain_seconds=0.2) as server:
@@ -250,6 +256,7 @@ def test_draining_cancels_what_runs_too_long(engine, tokenizer):
         assert not server.thread.is_alive() and engine.running == 0
 
 
+@pytest.mark.cover
 def test_other_names_of_the_host(engine, tokenizer, gate):
     """A page of another site, whose name was made to lead here, is refused."""
     gate.set()
@@ -268,6 +275,7 @@ def test_other_names_of_the_host(engine, tokenizer, gate):
             assert server.http.post(CHAT, json=BODY, headers={"Host": host}).status_code == 200, host
 
 
+@pytest.mark.cover
 def test_pages_of_other_sites(engine, tokenizer, gate):
     gate.set()
     asked = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
@@ -284,6 +292,7 @@ def test_pages_of_other_sites(engine, tokenizer, gate):
         assert wrong.headers["access-control-allow-origin"] == "https://app.example"
 
 
+@pytest.mark.cover
 def test_a_body_that_comes_too_slowly(engine, tokenizer):
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n"
     with serving(engine, tokenizer, body_seconds=0.2) as server, socket.socket() as sent:
@@ -293,6 +302,7 @@ def test_a_body_that_comes_too_slowly(engine, tokenizer):
         assert b"408" in sent.recv(1000).split(b"\r\n")[0]
 
 
+@pytest.mark.cover
 def test_a_client_that_reads_nothing(tokenizer):
     """It loses its connection, while others are served."""
     engine = ScriptedEngine(tokenizer.encode, lambda request, index: "x" * (60_000 if len(request.ids) > 30 else 5))
@@ -308,6 +318,7 @@ def test_a_client_that_reads_nothing(tokenizer):
         until(lambda: server.app.state.traffic.active == 0, "the end of the stream")
 
 
+@pytest.mark.cover
 def test_the_time_of_a_request_is_limited(tokenizer):
     model = random_model(replace(preset("tiny", vocab_size=tokenizer.vocab_size), n_layers=1, pattern="G"))
     engine = Engine(model, slots=2, context=100_000, spacing=64)
@@ -362,6 +373,7 @@ def test_silence_is_filled_with_comments(engine, tokenizer, gate):
         assert "data: [DONE]" in rest(sent)
 
 
+@pytest.mark.cover
 def test_the_page(engine, tokenizer, tmp_path, monkeypatch):
     """Its files are served without a key, to no frame of another site, and they hide no route."""
     (tmp_path / "page").mkdir()

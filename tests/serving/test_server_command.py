@@ -15,14 +15,14 @@ pytest.importorskip("typer")
 pytest.importorskip("llguidance")
 
 import httpx
-from chat_tokenizer import chat_tokenizer
-from live_server import until
-from small_models import random_model
 from typer.testing import CliRunner
 
 from lineate.cli import build_app
 from lineate.models import preset
 from lineate.serving.command import is_local, read_keys
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.live_server import until
+from tests.support.small_models import random_model
 
 LONG = [{"role": "user", "content": "Tell me about the sea, at length. " * 20}]
 
@@ -70,6 +70,7 @@ class Process:
         self.process.wait(30)
 
 
+@pytest.mark.cover
 def test_serving_draining_and_starting_again(folder, tmp_path):
     options = ("--cache-folder", tmp_path / "states", "--spacing", "64", "--draft", "lookup", "--context", "4096")
     body = {"messages": LONG, "max_tokens": 8, "seed": 1, "temperature": 0}
@@ -185,6 +186,7 @@ def test_local_addresses(host, local):
     assert is_local(host) == local
 
 
+@pytest.mark.cover
 def test_memories_in_bfloat16(folder):
     """The options reach the pool, and clients see that answers are made so, and how many bytes a sequence has."""
     from starlette.testclient import TestClient

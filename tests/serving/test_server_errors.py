@@ -10,14 +10,14 @@ pytest.importorskip("httpx")
 pytest.importorskip("llguidance")
 
 import httpx
-from chat_tokenizer import chat_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from live_server import ScriptedEngine, live
 
 from lineate.serving.api.service import Description
 from lineate.serving.app import Settings
 from lineate.web.limits import Limits
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.live_server import ScriptedEngine, live
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -337,7 +337,7 @@ RAW = {
 }
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("route", [CHAT, TEXT, "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("case", RAW)
 def test_bytes_that_are_no_body(http, case, route):
@@ -393,6 +393,7 @@ JSON = st.recursive(
 FIELDS = sorted({name for _, body, _ in MALFORMED.values() for name in body})
 
 
+@pytest.mark.cover
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(route=st.sampled_from([CHAT, TEXT]), fields=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
 def test_no_value_breaks_the_server(http, route, fields):

@@ -11,17 +11,17 @@ pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 
 import openai
-from chat_tokenizer import chat_tokenizer
-from live_server import live, until
-from serving_models import model as small_model
-from serving_models import prompt
-from small_models import random_model
 
 from lineate.models import preset
 from lineate.serving.app import Settings, describe
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import Request
 from lineate.web.limits import Limits
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.live_server import live, until
+from tests.support.serving_models import model as small_model
+from tests.support.serving_models import prompt
+from tests.support.small_models import random_model
 
 CONTEXT, SLOTS = 100_000, 2
 ENDLESS = {"model": "tiny", "max_tokens": 90_000, "extra_body": {"ignore_eos": True}}

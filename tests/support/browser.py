@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import browser_install
 import pytest
+
+from tests.support import browser_install
 
 ARGUMENTS = (
     "--no-sandbox",  # root has none

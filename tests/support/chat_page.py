@@ -1,6 +1,6 @@
 """Steps on the chat page that its tests share."""
 
-from scripted_server import Script
+from tests.support.scripted_server import Script
 
 REFUSED = "Failed to load resource"
 """What a browser writes into its console when a server refuses a request."""

@@ -2,10 +2,22 @@
 
 import pytest
 import torch
-from cases import Inputs, Result, Row, Shape, assert_within, budget, convert, draw, errors, interpreted, oracle
 from torch import Tensor, zeros
 
 from lineate.ops.decoding import decode
+from tests.support.cases import (
+    Inputs,
+    Result,
+    Row,
+    Shape,
+    assert_within,
+    budget,
+    convert,
+    draw,
+    errors,
+    interpreted,
+    oracle,
+)
 
 # (device, backend)
 TORCH = pytest.param(("cpu", "torch"), id="torch")

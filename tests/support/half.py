@@ -10,11 +10,11 @@ the rounding of the result.
 import itertools
 
 import torch
-from cases import Inputs, Result, errors, weights
 from torch import Tensor
 
 from lineate.ops.raw_gates import activate
 from lineate.rule import normalize
+from tests.support.cases import Inputs, Result, errors, weights
 
 CHUNK = 64
 

@@ -2,10 +2,10 @@
 
 import torch
 import torch.nn.functional as F
-from memories import floats
 from torch import Tensor
 
 from lineate.memory.lact import lact_state
+from tests.support.memories import floats
 
 
 def make(b: int = 2, t: int = 13, h: int = 2, d: int = 5, dh: int = 6, dtype=torch.float64, seed: int = 0):

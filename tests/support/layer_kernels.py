@@ -10,9 +10,10 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Inputs, Result, assert_within, errors, weights
-from paths import Path
 from torch import Tensor
+
+from tests.support.cases import Inputs, Result, assert_within, errors, weights
+from tests.support.paths import Path
 
 pytest.importorskip("triton")
 layer_ops = importlib.import_module("lineate.kernels.layers.ops")

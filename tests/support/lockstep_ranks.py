@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import serving_models
 import torch
 import torch.distributed as dist
 
@@ -30,6 +29,7 @@ from lineate.serving.cache.cache import StateCache
 from lineate.serving.cache.peers import LinkedPeers
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.lockstep import Lockstep
+from tests.support import serving_models
 
 TIMEOUT = timedelta(seconds=60)
 """How long a rank waits for a call of the model that the others do not make."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
-WAIT = "from lowering import serve; serve()"
+WAIT = "from tests.support.lowering import serve; serve()"
 
 
 class Launched(NamedTuple):
@@ -81,12 +81,12 @@ def lowering() -> Iterator[Lowering]:
 
 def serve() -> None:
     """Make the calls that the tests ask for, in the process of their own."""
-    import fake_gpu
+    from tests.support import fake_gpu
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed
     gpus = fake_gpu.install()
-    from lowered_calls import CALLS
+    from tests.support.lowered_calls import CALLS
 
     for line in sys.stdin:
         capability, call, options, gpus.passes, lowers = json.loads(line)

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import interpreted
+
+from tests.support.cases import interpreted
 
 
 class Path(NamedTuple):

@@ -1,12 +1,13 @@
-"""Take the pictures of `lineate explore` for the documentation: python tests/support/picture_explore.py docs/images"""
+"""Take the pictures of `lineate explore` for the documentation: python -m tests.support.picture_explore docs/images"""
 
 import io
 import sys
 from pathlib import Path
 
-from browser import Window, started
-from explore_page import exploring
 from PIL import Image
+
+from tests.support.browser import Window, started
+from tests.support.explore_page import exploring
 
 SHOWN = {
     "explore": (

@@ -1,4 +1,4 @@
-"""Take the pictures of the chat page that the documentation shows: python tests/support/picture_page.py docs/images
+"""Take the pictures of the chat page that the documentation shows: python -m tests.support.picture_page docs/images
 
 The answers are scripted, so that the pictures do not depend on a checkpoint.
 """
@@ -8,10 +8,11 @@ import re
 import sys
 from pathlib import Path
 
-from browser import Window, started
-from chat_page import say
 from PIL import Image
-from scripted_server import Script, ScriptedServer
+
+from tests.support.browser import Window, started
+from tests.support.chat_page import say
+from tests.support.scripted_server import Script, ScriptedServer
 
 TALK = {
     "How does the delta rule change a memory?": """It **replaces** what a key held before, rather than adding to it:

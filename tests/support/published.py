@@ -2,7 +2,7 @@
 
 import base64
 
-from token_stores import bpe_texts
+from tests.support.token_stores import bpe_texts
 
 QWEN_PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -1,10 +1,14 @@
 """The fused op, which takes gates before their activation: inputs, the oracle, budgets."""
 
-import half
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import (
+from torch import Tensor
+
+import lineate
+from lineate.ops.raw_gates import activate
+from tests.support import half
+from tests.support.cases import (
     GATED_DELTA,
     KIMI_DELTA,
     Inputs,
@@ -18,12 +22,8 @@ from cases import (
     errors,
     relative_error,
 )
-from paths import Path
-from rule_kernels import CHUNK, assert_like_the_inputs, differentiate, loss_of, native_term
-from torch import Tensor
-
-import lineate
-from lineate.ops.raw_gates import activate
+from tests.support.paths import Path
+from tests.support.rule_kernels import CHUNK, assert_like_the_inputs, differentiate, loss_of, native_term
 
 FUSED_ROWS = [GATED_DELTA, KIMI_DELTA]
 

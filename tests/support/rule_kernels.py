@@ -4,9 +4,11 @@ One body serves both: `path` is ("cpu", float32), which is the interpreter, or (
 recurrent form in float64 on a CPU; budgets are cases.budget in float32 and half.budget in 16 bits.
 """
 
-import half
 import torch
-from cases import (
+from torch import Tensor
+
+from tests.support import half
+from tests.support.cases import (
     GATED_LINEAR_CHANNEL,
     KIMI_DELTA,
     Inputs,
@@ -22,8 +24,7 @@ from cases import (
     oracle,
     weights,
 )
-from paths import Path
-from torch import Tensor
+from tests.support.paths import Path
 
 CHUNK = 64
 

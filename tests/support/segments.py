@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import from_first, run_ranks, summed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -53,6 +52,7 @@ from lineate.models import (
 from lineate.parallel.context import carry
 from lineate.parallel.context import segments as context
 from lineate.training.context import context_parallel
+from tests.support.ranks import from_first, run_ranks, summed
 
 RANKS = 4
 HIDDEN, VOCAB = 24, 61

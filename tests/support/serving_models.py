@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import cache
 
 import torch
-from small_models import random_model
 
 from lineate.generation.choice import Sampling
 from lineate.models import (
@@ -20,6 +19,7 @@ from lineate.models import (
 )
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import Request
+from tests.support.small_models import random_model
 
 VOCAB, SPACING = 61, 64
 CONFIG = HybridConfig(

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from cases import same_bits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.cases import same_bits
 
 OpCall = tuple[Any, tuple[Any, ...], dict[str, Any]]
 

@@ -172,6 +172,7 @@ def test_schedule_and_curriculum():
     assert found == [(2, 16), (2, 16), (4, 32), (4, 32), (8, 64), (8, 64)]
 
 
+@pytest.mark.cover
 def test_the_same_seed_gives_the_same_run_and_time_ends_it():
     train = TrainOptions(steps=6, rows=4, eval_every=3, test_rows=8, test_lengths=(64, 128))
     cell = Cell("recall", "deltanet", 1, SIZES["recall"], ModelOptions(32), train)
@@ -197,6 +198,7 @@ def run(*arguments):
 SMALL = ("--vocab", 64, "--pairs", 8, "--length", 64, "--width", 32, "--layers", 1, "--rows", 4, "--test-rows", 8)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_command_writes_table_figure_and_numbers(tmp_path, jobs):
     done = run("recall", "--rules", "linear,deltanet-2,A", *SMALL, "--steps", 10, "--eval-every", 5, "--seeds", 2,
@@ -214,6 +216,7 @@ def test_command_writes_table_figure_and_numbers(tmp_path, jobs):
     assert (tmp_path / "recall.md").read_text().count("\n| ") == 5
 
 
+@pytest.mark.cover
 def test_results_are_replaced_only_when_asked(tmp_path):
     words = ("recall", "--rules", "linear", *SMALL, "--steps", 1, "--seeds", 1, "--device", "cpu", "--out", tmp_path)
     (tmp_path / "recall.json").write_text("mine")

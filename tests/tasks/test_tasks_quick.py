@@ -6,7 +6,6 @@ from io import StringIO
 
 import pytest
 import torch
-from few import few
 
 from lineate.layers import kinds
 from lineate.tasks.model import ModelOptions, kinds_by_word, label, make_config
@@ -15,6 +14,7 @@ from lineate.tasks.quick import QUICK
 from lineate.tasks.registry import TASKS
 from lineate.tasks.runner import Cell, TrainOptions, run_cells, train_cell
 from lineate.tasks.task import TaskSizes
+from tests.support.marks import slow_but
 
 TRAIN = TrainOptions(steps=4, rows=2, eval_every=2, test_rows=4, test_pairs=(2,), test_lengths=(16, 32))
 CELLS = [Cell("recall", rule, seed, TaskSizes(16, 2, 32), ModelOptions(16), TRAIN) for rule in "LG" for seed in (0, 1)]
@@ -189,7 +189,7 @@ def test_before_a_long_run_the_command_says_how_long_and_what_is_shorter(monkeyp
 TINY = ("--steps", 2, "--rows", 2, "--test-rows", 4, "--device", "cpu")
 
 
-@pytest.mark.parametrize("name", few(TASKS, list(TASKS)[::4]))
+@pytest.mark.parametrize("name", slow_but(TASKS, list(TASKS)[::4]))
 def test_every_task_is_quick_and_keeps_full_results_apart(tmp_path, name):
     (tmp_path / f"{name}.json").write_text("full results")
     done = run(name, "--quick", *TINY, "--out", tmp_path)
@@ -205,6 +205,7 @@ def test_every_task_is_quick_and_keeps_full_results_apart(tmp_path, name):
     assert again.exit_code == 2 and f"no results of {name} --quick" in again.stderr
 
 
+@pytest.mark.cover
 def test_quick_gives_patterns_the_layers_they_need(tmp_path):
     done = run("recall", "--quick", "--rules", "KM,gdn", *TINY, "--out", tmp_path)
     assert done.exit_code == 0, done.output

@@ -1,9 +1,9 @@
 """Fixtures: a trained tokenizer."""
 
 import pytest
-from token_stores import bpe_texts
 
 from lineate.text import make_tokenizer
+from tests.support.token_stores import bpe_texts
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,10 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from published import KINDS, make_published
-from token_stores import bpe_texts
-
 from lineate.text.bounded import PIECE_CHARACTERS, TooManyTokens
 from lineate.text.tokenizer import load_tokenizer, make_tokenizer
+from tests.support.published import KINDS, make_published
+from tests.support.token_stores import bpe_texts
 
 UNITS = (
     "The state is a matrix.\n", " ", "a", "\n", "<|im_end|>", "<|", "1 234,", "\u4e2d\u6587", "e\u0301", "\uac00\u11a8",

@@ -14,11 +14,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 import tokenizers
-from published import CHAT, KINDS, SPECIAL, make_published
 
 from lineate.models.files.safetensors import CheckpointError
 from lineate.text import DEFAULT_STOPS, DEFAULT_TEMPLATE, Bytes, ChatError, ChatTemplate, load_tokenizer
 from lineate.text.chat import read_chat
+from tests.support.published import CHAT, KINDS, SPECIAL, make_published
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a<b": ["\u4e2d", 1.5, None, True]}}}
 CONTENT = st.one_of(
@@ -41,6 +41,7 @@ def pairs(tmp_path_factory):
     return found
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40, deadline=None)
 @given(
@@ -63,6 +64,7 @@ PIECES = st.lists(
 ).map("".join)
 
 
+@pytest.mark.cover
 @settings(max_examples=200, deadline=None)
 @given(parts=st.lists(PIECES, min_size=1, max_size=4))
 @example(parts=["<|im_", "end|>"])
@@ -248,6 +250,7 @@ def test_without_the_library(monkeypatch):
         ChatTemplate("x").render([])
 
 
+@pytest.mark.cover
 def test_threads_have_an_allowance_each():
     template, found = ChatTemplate("{% for i in range(50000) %}{{ '' }}{% endfor %}x"), []
     threads = [threading.Thread(target=lambda: found.append(template.render([]))) for _ in range(4)]

@@ -3,7 +3,8 @@
 import resource
 
 import pytest
-from few import few
+
+from tests.support.marks import slow_but
 
 pytest.importorskip("jinja2")
 
@@ -145,7 +146,9 @@ REFUSED = {
 ALIKE = [name for name in REFUSED if name.startswith(("shared ", "deep tuples"))]
 
 
-@pytest.mark.parametrize("name", few(REFUSED, [name for name in REFUSED if name not in ALIKE or name in ALIKE[::6]]))
+@pytest.mark.parametrize(
+    "name", slow_but(REFUSED, [name for name in REFUSED if name not in ALIKE or name in ALIKE[::6]])
+)
 def test_hostile_templates_are_refused(name):
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ChatError):

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 
-from published import CHAT, KINDS, SPECIAL, make_published, write_ranks
-
 from lineate.models.files.safetensors import CheckpointError
 from lineate.text import PublishedTokenizer, has_tokenizer, load_tokenizer
+from tests.support.published import CHAT, KINDS, SPECIAL, make_published, write_ranks
 
 WORDS = st.lists(
     st.one_of(
@@ -37,6 +36,7 @@ def made(tmp_path_factory):
     return found
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(text=WORDS)

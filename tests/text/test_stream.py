@@ -12,7 +12,7 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
 @pytest.fixture(scope="module")
 def all_tokenizers(tmp_path_factory, bpe):
     pytest.importorskip("transformers")
-    from published import KINDS, make_published
+    from tests.support.published import KINDS, make_published
 
     found = [Bytes(), bpe]
     for kind in KINDS:
@@ -27,6 +27,7 @@ def pushed(tokenizer, ids, **options):
     return [*(stream.push(i) for i in ids), stream.finish()]
 
 
+@pytest.mark.cover
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), keep=st.booleans())
 def test_pushes_together_are_the_decoded_text(all_tokenizers, data, keep):
@@ -94,6 +95,7 @@ def cut(text, stops):
     return text, None
 
 
+@pytest.mark.cover
 @settings(max_examples=250, deadline=None)
 @given(parts=st.lists(st.text("abcd", max_size=6), max_size=12), stops=STOPS)
 @example(parts=["aab", "aabaac"], stops=["aabaaa", "aac"])

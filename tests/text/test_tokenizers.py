@@ -6,10 +6,10 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_stores import TEXTS, bpe_texts
 
 from lineate.text import tokenizer
 from lineate.text.tokenizer import load_tokenizer, make_tokenizer
+from tests.support.token_stores import TEXTS, bpe_texts
 
 
 def test_bytes(tmp_path):
@@ -21,6 +21,7 @@ def test_bytes(tmp_path):
     assert load_tokenizer(tmp_path).identity == "bytes"
 
 
+@pytest.mark.cover
 @settings(max_examples=100, deadline=None)
 @given(text=st.text())
 def test_any_text_comes_back(bpe, text):

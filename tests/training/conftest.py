@@ -3,10 +3,10 @@
 import random
 
 import pytest
-from runs import short_samples
-from token_stores import bpe_texts
 
 from lineate.text.tokenizer import make_tokenizer
+from tests.support.runs import short_samples
+from tests.support.token_stores import bpe_texts
 
 
 @pytest.fixture(scope="module")

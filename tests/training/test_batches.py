@@ -7,14 +7,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_stores import END, TEXTS, make_store, view_of
 
 from lineate.training.batches import Batch, Batches
 from lineate.training.tokens import JoinedSpans, TokenStore, permutation
+from tests.support.token_stores import END, TEXTS, make_store, view_of
 
 # The split
 
 
+@pytest.mark.cover
 @settings(max_examples=200, deadline=None)
 @given(
     lengths=st.lists(st.integers(2, 60) | st.integers(2, 4), min_size=1, max_size=30),
@@ -110,6 +111,7 @@ def test_batches_are_the_documents_end_to_end(lengths, length, rows):
         assert_batch(batches.batch(step), naive(view, length, rows, 3, step))
 
 
+@pytest.mark.cover
 @settings(max_examples=200, deadline=None)
 @given(draw=st.data(), lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8), seed=st.integers(0, 3))
 def test_batches_are_the_documents_end_to_end_for_any(draw, lengths, seed):
@@ -200,6 +202,7 @@ def test_batch_errors():
 # Pieces for context parallelism
 
 
+@pytest.mark.cover
 @settings(max_examples=200, deadline=None)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8), size=st.integers(1, 9))
 def test_shards_side_by_side_are_the_batch(lengths, size):

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from few import few
-from ranks import Started
-from runs import assert_same_bits, everything, make_config
 
 from lineate.models import HybridLM
 from lineate.models.files import safetensors as files
@@ -24,6 +21,9 @@ from lineate.training.config import TrainConfig
 from lineate.training.loop import Trainer, TrainingStopped
 from lineate.training.prepare import prepare, train
 from lineate.training.report import read_metrics
+from tests.support.marks import slow_but
+from tests.support.ranks import Started
+from tests.support.runs import assert_same_bits, everything, make_config
 
 
 def live(source: Path, resume: bool, moment: int) -> None:
@@ -97,6 +97,7 @@ def loaded(config: TrainConfig) -> Trainer:
     return trainer
 
 
+@pytest.mark.cover
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
     die_and_resume(tmp_path, [31])
 
@@ -108,9 +109,10 @@ def test_a_run_killed_20_times_ends_as_one_that_was_not(tmp_path: Path, optimize
     die_and_resume(tmp_path, [draw.randrange(1, 60) for _ in range(20)], steps=60, optimizer=optimizer)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     "changes",
-    few(
+    slow_but(
         [{"optimizer": "adamw", "dtype": "bfloat16"}, {"optimizer": "muon", "recompute": True, "accumulate": 2}],
         [{"optimizer": "muon", "recompute": True, "accumulate": 2}],
     ),
@@ -145,6 +147,7 @@ def test_resume_is_exact_on_a_gpu(tmp_path: Path, dtype: str) -> None:
     assert_same_bits(everything(plain), everything(train(make_config(tmp_path, **changes), resume=True)))
 
 
+@pytest.mark.cover
 def test_more_steps_can_be_asked_for(tmp_path: Path) -> None:
     train(make_config(tmp_path, steps=3))
     shutil.rmtree(tmp_path / "start")  # the initial model is not needed
@@ -154,6 +157,7 @@ def test_more_steps_can_be_asked_for(tmp_path: Path) -> None:
         prepare(make_config(tmp_path, steps=4), resume=True)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
@@ -190,6 +194,7 @@ def test_a_damaged_checkpoint_is_skipped_and_named(
     assert checkpoint.problem(newest) is None  # it was made again
 
 
+@pytest.mark.cover
 def test_when_all_checkpoints_are_damaged_nothing_is_thrown_away(
     finished: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
@@ -202,6 +207,7 @@ def test_when_all_checkpoints_are_damaged_nothing_is_thrown_away(
     assert read_metrics(tmp_path / "run") == lines
 
 
+@pytest.mark.cover
 def test_a_folder_has_one_process_at_a_time(finished: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     first = prepare(copy(finished[0], tmp_path / "run", steps=14), resume=True)
     before = (tmp_path / "run/config.json").read_text()
@@ -212,6 +218,7 @@ def test_a_folder_has_one_process_at_a_time(finished: tuple[Path, dict[str, torc
     prepare(first.config, resume=True).close()
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
 def test_a_full_disk_costs_one_checkpoint_and_says_so(
     finished: tuple[Path, dict[str, torch.Tensor]],
@@ -239,6 +246,7 @@ def test_a_full_disk_costs_one_checkpoint_and_says_so(
     assert_same_bits(finished[1], everything(trainer))
 
 
+@pytest.mark.cover
 def test_a_disk_that_is_full_for_everything_ends_with_a_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,6 +311,7 @@ def test_pruning_keeps_the_last_good_ones(tmp_path: Path) -> None:
     assert save(5, 1) and checkpoint.newest(tmp_path, print) == tmp_path / "step-000005"
 
 
+@pytest.mark.cover
 def test_sigterm_ends_a_run_after_a_save(
     finished: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +353,7 @@ def test_what_a_resumed_run_cannot_change(
         prepare(make_config(finished[0], **{"steps": 14} | changes), resume=True)
 
 
+@pytest.mark.cover
 def test_changed_data_or_vocabulary_is_noticed_on_resume(tmp_path: Path) -> None:
     train(make_config(tmp_path, steps=3))
     config, own = make_config(tmp_path, steps=4), tmp_path / "run/tokenizer"
@@ -368,6 +378,7 @@ def test_changed_data_or_vocabulary_is_noticed_on_resume(tmp_path: Path) -> None
         prepare(moved, resume=True)
 
 
+@pytest.mark.cover
 def test_before_the_first_checkpoint_the_tokenizer_can_change(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     config = make_config(tmp_path, model="tiny", pattern="G", steps=1, warmup=0)

@@ -9,7 +9,6 @@ from functools import lru_cache, partial
 
 import pytest
 import torch
-from ranks import make_store, run_ranks
 from torch.distributed.tensor import DTensor
 
 from lineate.models import HybridLM
@@ -20,6 +19,7 @@ from lineate.training.batches import Batch
 from lineate.training.checkpoint import write_state
 from lineate.training.distributed import World, fully_shard_model
 from lineate.training.sharded import full_state, load_distributed, save_distributed
+from tests.support.ranks import make_store, run_ranks
 
 TOLERANCE = 1e-4  # of the loss, over all steps
 VOCAB, ROWS, LENGTH = 37, 8, 24
@@ -112,6 +112,7 @@ def one_process(steps, pattern, tied=True, experts=False):
     return run_training("none", 1, {"pattern": pattern, "tied": tied, "experts": experts}, steps, 1)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     "name, steps",
     [("2 ranks, FSDP2", 8), ("4 ranks, data", 8), *(pytest.param(x, 50, marks=pytest.mark.slow) for x in CASES)],
@@ -182,6 +183,7 @@ def assert_same(found, expected):
             assert found[name] == x and type(found[name]) is type(x), name
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("saved, loaded", [
     ((2, "full"), [(1, "none")]),
     pytest.param((4, "full"), [(1, "none"), (2, "full")], marks=pytest.mark.slow),
@@ -216,6 +218,7 @@ def test_save_before_the_first_step_and_model_alone(tmp_path):
     assert torch.equal(other.embed.weight, model.embed.weight)
 
 
+@pytest.mark.cover
 def test_options_of_the_optimizer_can_stay(tmp_path):
     """A run is resumed with another weight decay."""
     model = make_model()
@@ -357,6 +360,7 @@ def places(context):
     return torch.tensor(found), small.weight.grad, total
 
 
+@pytest.mark.cover
 def test_places_in_the_mesh():
     results = run_ranks(4, places, 2)
     assert [found.tolist() for found, _, _ in results] == [
@@ -373,6 +377,7 @@ def one_rank(folder):
     return (folder / "model.safetensors").is_file()
 
 
+@pytest.mark.cover
 def test_one_rank_of_torchrun(tmp_path):
     assert run_ranks(1, one_rank, tmp_path) == [True]
 
@@ -403,6 +408,7 @@ def one_dies(call):
     return True
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("call", ["barrier", "sum"])
 def test_a_rank_that_dies_is_noticed(call):
     assert run_ranks(2, one_dies, call) == [True, None]
@@ -415,6 +421,7 @@ def meet(late):
     return int(World.start("cpu").sum(torch.tensor(1)))
 
 
+@pytest.mark.cover
 def test_ranks_meet_again_after_a_restart():
     """torchrun keeps the addresses of ranks that have died."""
     store = make_store()
@@ -445,6 +452,7 @@ def disk_is_full(folder, what):
     return str(caught.value)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("what, said", [
     ("shard", ["rank 1 could not write .*: .*No space left on device"] * 2),
     ("state", ["No space left on device", "rank 0 could not write the checkpoint"]),

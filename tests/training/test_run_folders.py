@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Started, run_ranks
-from runs import make_config
 
 from lineate.cli import main
 from lineate.models import HybridLM
@@ -28,6 +26,8 @@ from lineate.training.prepare import prepare, train
 from lineate.training.report import RunReporter
 from lineate.training.sources import documents
 from lineate.training.tokens import TokenStore
+from tests.support.ranks import Started, run_ranks
+from tests.support.runs import make_config
 
 
 def train_slowly(folder: Path, where: str) -> None:
@@ -79,6 +79,7 @@ def start_slow(folder: Path, config: TrainConfig, where: str) -> Started:
 # two processes
 
 
+@pytest.mark.cover
 def test_a_run_that_prepares_slowly_has_the_folder_already(tmp_path: Path) -> None:
     slow = start_slow(tmp_path, make_config(tmp_path, steps=2, warmup=0, model="tiny", pattern="G"), "preparing")
     before = contents(tmp_path / "run")
@@ -94,6 +95,7 @@ def test_a_run_that_prepares_slowly_has_the_folder_already(tmp_path: Path) -> No
     assert "the model: " in done.out
 
 
+@pytest.mark.cover
 def test_a_run_that_comes_late_leaves_a_finished_one_alone(tmp_path: Path) -> None:
     config = make_config(tmp_path, steps=2, warmup=0)
     slow = start_slow(tmp_path, config, "before the lock")
@@ -118,6 +120,7 @@ def try_to_prepare(values: dict[str, Any]) -> list[Any]:
     return [trainer.tokenizer.identity, *trainer.tokenizer.encode("the memory <|endoftext|> forgets")]
 
 
+@pytest.mark.cover
 def test_ranks_are_refused_together_and_learn_one_tokenizer(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     config = make_config(tmp_path, tokenizer="bpe:280", model="tiny", pattern="G")
@@ -187,11 +190,12 @@ def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path, changes: dict[
 # models to go on from
 
 
+@pytest.mark.cover
 def test_a_published_checkpoint_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
     """A tokenizer that cannot be read is refused, and so is one with more tokens than the model, or without an end."""
     pytest.importorskip("transformers")
-    from families import build
-    from published import make_published
+    from tests.support.families import build
+    from tests.support.published import make_published
 
     config, folder = make_config(tmp_path), tmp_path / "published"
     build("qwen3_5", vocab_size=300, num_hidden_layers=2).save_pretrained(folder)
@@ -227,11 +231,12 @@ def test_a_published_checkpoint_is_refused_before_anything_is_computed(tmp_path:
     assert code == 2 and "expected a token that ends a text, got none; name eos_token in tokenizer_config.json" in text
 
 
+@pytest.mark.cover
 def test_a_published_checkpoint_is_trained_with_its_own_tokenizer(tmp_path: Path) -> None:
     """The run, its checkpoints and its model have the tokenizer's files as they were; a run goes on with them."""
     pytest.importorskip("transformers")
-    from families import build
-    from published import make_published
+    from tests.support.families import build
+    from tests.support.published import make_published
 
     folder, names = tmp_path / "published", ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     build("qwen3_5", vocab_size=800, num_hidden_layers=2, eos_token_id=5).save_pretrained(folder)
@@ -255,6 +260,7 @@ def test_a_published_checkpoint_is_trained_with_its_own_tokenizer(tmp_path: Path
         prepare(make_config(tmp_path, out=str(tmp_path / "b"), model=str(folder), tokenizer="bpe:270"))
 
 
+@pytest.mark.cover
 def test_a_vocabulary_with_room_to_spare_can_be_sampled(tmp_path: Path) -> None:
     """The folder brings our tokenizer, so its model may have more rows, none of which a text uses."""
     torch.manual_seed(0)
@@ -370,6 +376,7 @@ def hostile() -> list[Any]:
     return [pytest.param(*x, id=f"{n}-{x[2][:40]}", marks=marks[n]) for n, x in enumerate(HOSTILE)]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(("name", "damage", "message"), hostile())
 def test_a_hostile_run_is_one_line_and_changes_nothing(
     run: Path, tmp_path: Path, name: str, damage: Any, message: str
@@ -395,6 +402,7 @@ def test_a_hostile_manifest_vouches_for_nothing(run: Path, tmp_path: Path, manif
     assert "needs a whole checkpoint, got 1 in" in refused(tmp_path, "train", "--resume", str(folder), "--steps", "5")
 
 
+@pytest.mark.cover
 def test_other_things_where_a_run_keeps_its_own(run: Path, tmp_path: Path) -> None:
     for name, message in (("checkpoints", "no checkpoint yet"), ("metrics.jsonl", "Is a directory")):
         folder = tmp_path / name / "run"

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from few import few
-from runs import assert_same_bits, everything, make_config, make_model
 
 from lineate.models import HybridLM
 from lineate.training.loop import MAX_SKIPPED_STEPS, Trainer, TrainingStopped
 from lineate.training.optim import make_optimizer
 from lineate.training.prepare import prepare
 from lineate.training.report import read_metrics
+from tests.support.marks import slow_but
+from tests.support.runs import assert_same_bits, everything, make_config, make_model
 
-both = pytest.mark.parametrize("optimizer", few(["adamw", "muon"], ["muon"]))
+both = pytest.mark.parametrize("optimizer", slow_but(["adamw", "muon"], ["muon"]))
 
 
 def make(folder: Path, ahead: bool, resume: bool = False, **changes: Any) -> Trainer:
@@ -305,7 +305,7 @@ class _Both:
         self.model, self.optimizer = model, optimizer
 
 
-@pytest.mark.parametrize("dtype", few([torch.float32, torch.float64], [torch.float64]))
+@pytest.mark.parametrize("dtype", slow_but([torch.float32, torch.float64], [torch.float64]))
 def test_an_update_that_is_not_called_off_has_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
     found = []
     for off in (None, torch.tensor(0.0)):

@@ -8,10 +8,10 @@ import types
 from pathlib import Path
 
 import pytest
-from token_stores import write_lines
 
 from lineate.training import sources
 from lineate.training.sources import documents, fingerprint
+from tests.support.token_stores import write_lines
 
 
 def test_stdlib_is_text_of_the_library_alone():

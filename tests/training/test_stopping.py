@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Started
-from runs import assert_same_bits, everything, make_config, short_samples
 
 from lineate.cli import main
 from lineate.training import checkpoint, stopping
@@ -19,6 +17,8 @@ from lineate.training.config import TrainConfig
 from lineate.training.loop import Trainer, TrainingStopped
 from lineate.training.prepare import prepare, train
 from lineate.training.report import read_metrics
+from tests.support.ranks import Started
+from tests.support.runs import assert_same_bits, everything, make_config, short_samples
 
 
 def be_stuck(config: str, signals: list[int], grace: float) -> None:
@@ -66,6 +66,7 @@ def resume_and_compare(config: TrainConfig, finished: tuple[Path, dict[str, torc
     assert trainer.best == min(loss for _, _, loss in lines(Path(config.out)) if loss is not None)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     ("method", "step", "number"),
     [
@@ -104,6 +105,7 @@ def test_work_without_end_is_left(
     resume_and_compare(config, finished)
 
 
+@pytest.mark.cover
 def test_a_signal_in_a_save_waits_for_it(
     finished: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +130,7 @@ def test_a_signal_in_a_save_waits_for_it(
     resume_and_compare(config, finished)
 
 
+@pytest.mark.cover
 def test_a_stop_that_cannot_be_saved_says_so(
     finished: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +155,7 @@ def test_a_stop_that_cannot_be_saved_says_so(
     resume_and_compare(config, finished)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     ("signals", "grace"),
     [

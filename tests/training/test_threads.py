@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
-from runs import assert_same_bits, everything, make_config
 
 from lineate.training import threads
 from lineate.training.config import TrainConfig
 from lineate.training.distributed import World
 from lineate.training.prepare import prepare, train
 from lineate.training.threads import candidates, choose_threads, fastest, feed_forward, measure, quota
+from tests.support.ranks import run_ranks
+from tests.support.runs import assert_same_bits, everything, make_config
 
 
 @pytest.fixture(autouse=True)

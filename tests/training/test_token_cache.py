@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from token_stores import END, TEXTS, make_store, view_of
 
 from lineate.system import folders
 from lineate.text import tokenizer
@@ -23,6 +22,7 @@ from lineate.text.tokenizer import make_tokenizer
 from lineate.training import tokens
 from lineate.training.sources import documents
 from lineate.training.tokens import TokenStore
+from tests.support.token_stores import END, TEXTS, make_store, view_of
 
 
 def test_documents_are_stored_between_ends(tmp_path, bpe):

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from few import few
-from runs import assert_same_bits, everything, make_config, make_model, make_texts
 
 from lineate.generation import choose, generate, stream_text
 from lineate.generation.command import run_generate
@@ -32,6 +30,8 @@ from lineate.training.order import ShuffledBatches
 from lineate.training.prepare import prepare, train
 from lineate.training.report import read_metrics, smooth
 from lineate.training.tokens import TokenStore
+from tests.support.marks import slow_but
+from tests.support.runs import assert_same_bits, everything, make_config, make_model, make_texts
 
 
 def closed(trainer: Trainer) -> Trainer:
@@ -150,6 +150,7 @@ def test_loss_in_pieces_is_the_loss(monkeypatch: pytest.MonkeyPatch, dtype: torc
         head_loss(x, weight, targets[:, :4])
 
 
+@pytest.mark.cover
 def test_training_in_pieces_is_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = train(make_config(tmp_path, out=str(tmp_path / "whole"), steps=3))
     monkeypatch.setattr(loss, "AT_ONCE", 257 * 5)
@@ -249,7 +250,8 @@ def test_a_step_of_muon_is_its_equation_and_the_rest_is_adamw() -> None:
 # the loop
 
 
-@pytest.mark.parametrize("optimizer", few(["adamw", "muon"], ["muon"]))
+@pytest.mark.cover
+@pytest.mark.parametrize("optimizer", slow_but(["adamw", "muon"], ["muon"]))
 def test_training_lowers_the_loss_and_leaves_what_it_promised(tmp_path: Path, optimizer: str) -> None:
     config = make_config(tmp_path, steps=40, save_every=0, optimizer=optimizer, lr=1e-2, sample_every=40, prompt="the ")
     trainer = train(config)
@@ -301,6 +303,7 @@ def test_recomputation_keeps_less() -> None:
     assert kept[1] < kept[0] / 3
 
 
+@pytest.mark.cover
 def test_bfloat16_keeps_float32_weights_and_learns(tmp_path: Path) -> None:
     config = make_config(tmp_path, dtype="bfloat16", steps=6, lr=1e-2, sample_every=0)
     trainer = train(config)
@@ -317,6 +320,7 @@ def test_the_average_of_the_plot_keeps_up_with_the_loss() -> None:
     assert max(abs(x - 2) for x in noisy[200:]) < 0.05
 
 
+@pytest.mark.cover
 def test_two_runs_are_the_same_to_the_bit_and_seeds_differ(tmp_path: Path) -> None:
     def run(name: str, seed: int) -> Trainer:
         return train(make_config(tmp_path, out=str(tmp_path / name), steps=3, model="tiny", pattern="GA", seed=seed))
@@ -380,6 +384,7 @@ def poisoned(trainer: Trainer, steps: range, row: int = 2) -> Trainer:
     return trainer
 
 
+@pytest.mark.cover
 def test_a_bad_loss_stops_and_says_step_parameter_and_rows(tmp_path: Path) -> None:
     trainer = poisoned(prepare(make_config(tmp_path)), range(4, 5))
     with pytest.raises(TrainingStopped) as stopped:
@@ -395,6 +400,7 @@ def test_a_bad_loss_stops_and_says_step_parameter_and_rows(tmp_path: Path) -> No
     assert again.step == 12 and all(x.isfinite().all() for x in again.model.parameters())
 
 
+@pytest.mark.cover
 def test_a_bad_loss_can_be_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = poisoned(prepare(make_config(tmp_path, on_bad_loss="skip", accumulate=2)), range(4, 6), row=1)
     before = {}
@@ -414,6 +420,7 @@ def test_a_bad_loss_can_be_skipped(tmp_path: Path, capsys: pytest.CaptureFixture
     assert skipped == [5, 6]
 
 
+@pytest.mark.cover
 def test_skipping_ends_when_it_cannot_help(tmp_path: Path) -> None:
     trainer = poisoned(prepare(make_config(tmp_path, on_bad_loss="skip", steps=40, save_every=0)), range(2, 40), row=1)
     with pytest.raises(TrainingStopped, match=f"{MAX_SKIPPED_STEPS} bad steps in a row"):
@@ -430,6 +437,7 @@ def test_skipping_ends_when_it_cannot_help(tmp_path: Path) -> None:
 # the command
 
 
+@pytest.mark.cover
 def test_flags_come_before_the_config_file(tmp_path: Path) -> None:
     config = make_config(tmp_path, steps=9)
     (tmp_path / "c.json").write_text(json.dumps(config.to_dict()))
@@ -476,6 +484,7 @@ def test_what_is_wrong_is_one_line_before_any_training(tmp_path: Path, arguments
     assert (last := text.strip().split("\n")[-1]).startswith("lineate: ") and message in last and "Trace" not in text
 
 
+@pytest.mark.cover
 def test_a_terminal_without_unicode_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(tmp_path, steps=1, warmup=0, sample_every=1, prompt="\u00e9")
     (tmp_path / "c.json").write_text(json.dumps(config.to_dict()))
@@ -499,6 +508,7 @@ def test_wrong_arguments_of_generate_are_one_line(tmp_path: Path) -> None:
     assert command("generate", str(tmp_path / "none"))[1].startswith("lineate: expected the folder of a run")
 
 
+@pytest.mark.cover
 def test_a_run_is_planned_and_inspected(tmp_path: Path) -> None:
     """A run's folder stands for its model: the finished one, or else that of the newest checkpoint."""
     closed(train(make_config(tmp_path, steps=3)))
@@ -519,6 +529,7 @@ def test_a_model_with_a_smaller_vocabulary_is_refused(tmp_path: Path) -> None:
         prepare(make_config(tmp_path, tokenizer="bpe:280"))
 
 
+@pytest.mark.cover
 def test_bpe_and_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     pytest.importorskip("tensorboard")

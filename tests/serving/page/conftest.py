@@ -5,7 +5,8 @@ and on a request that leaves the machine.
 """
 
 import pytest
-from browser import Window, started
+
+from tests.support.browser import Window, started
 
 
 @pytest.fixture(scope="module")  # two of them cannot run at the same time
@@ -16,7 +17,9 @@ def browser():
 
 @pytest.fixture(scope="package")
 def running():
-    from scripted_server import ScriptedServer  # here, so that tests are skipped where its packages are missing
+    from tests.support.scripted_server import (
+        ScriptedServer,  # here, so that tests are skipped where its packages are missing
+    )
 
     with ScriptedServer() as own:
         yield own

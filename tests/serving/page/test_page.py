@@ -4,12 +4,14 @@ import json
 import re
 
 import pytest
-from browser import Window
-from chat_page import REFUSED, held, roles, row, say, send, texts, titles
-from few import few
-from scripted_server import MEMORY_BYTES, Script, ScriptedServer
+
+from tests.support.browser import Window
+from tests.support.chat_page import REFUSED, held, roles, row, say, send, texts, titles
+from tests.support.marks import slow_but
+from tests.support.scripted_server import MEMORY_BYTES, Script, ScriptedServer
 
 
+@pytest.mark.cover
 def test_an_answer_streams(server, page):
     held(server, page, "Tell me", ["One ", "two ", "three."], after=2)
     assert texts(page) == ["Tell me", "One two"]
@@ -25,6 +27,7 @@ def test_an_answer_streams(server, page):
     assert server.requests[0]["model"] == "scripted" and roles(server.requests[0]) == [("user", "Tell me")]
 
 
+@pytest.mark.cover
 def test_the_strip_shows_the_cache_and_how_each_layer_grew(page):
     say(page, "first")
     say(page, "second " * 30)
@@ -57,6 +60,7 @@ def test_the_strip_shows_the_cache_and_how_each_layer_grew(page):
     assert "Layer 4 (softmax)" in then.locator(".readout").inner_text()
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("how", ["Escape", pytest.param("button", marks=pytest.mark.slow)])
 def test_stop_keeps_what_was_written(how, server, page):
     held(server, page, "Count", ["One ", "two ", "three."], after=2)
@@ -78,6 +82,7 @@ def test_stop_keeps_what_was_written(how, server, page):
     assert roles(server.requests[1]) == [("user", "Count"), ("assistant", "One two "), ("user", "go on")]
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_regenerating_keeps_the_other_version(server, page):
     server.scripts["Choose"] = Script(pieces=("Heads.",))
@@ -113,7 +118,8 @@ def test_regenerating_with_a_seed_draws_with_the_next_one(server, window, page):
     assert [body["seed"] for body in server.requests] == [7, 7, 8, 9]
 
 
-@pytest.mark.parametrize("at", few([0, 1, 2], [1]))
+@pytest.mark.cover
+@pytest.mark.parametrize("at", slow_but([0, 1, 2], [1]))
 def test_fork_from_any_turn(at, server, page):
     say(page, "one")
     say(page, "two")
@@ -135,6 +141,7 @@ def test_fork_from_any_turn(at, server, page):
     assert texts(page) == whole
 
 
+@pytest.mark.cover
 def test_edit_and_resend(server, page):
     say(page, "one")
     say(page, "two")
@@ -155,6 +162,7 @@ def test_edit_and_resend(server, page):
     assert texts(page) == whole  # with the turns that followed it
 
 
+@pytest.mark.cover
 def test_reload_in_the_middle_of_an_answer(server, page):
     say(page, "hello")
     held(server, page, "more", ["A beginning ", "and an end."])
@@ -166,6 +174,7 @@ def test_reload_in_the_middle_of_an_answer(server, page):
     assert page.locator(".strip").count() == 1
 
 
+@pytest.mark.cover
 def test_two_conversations(server, page):
     held(server, page, "slow one", ["Wait ", "for it."])
     page.click("#new")
@@ -185,6 +194,7 @@ def test_two_conversations(server, page):
     assert page.locator("#message").input_value() == "a draft here"
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_rename_and_delete(page):
     say(page, "mine")
@@ -208,6 +218,7 @@ def test_rename_and_delete(page):
     assert titles(page) == ["Renamed"]
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_settings_are_sent(server, page):
     page.click("#open-settings")
@@ -237,6 +248,7 @@ def test_settings_are_sent(server, page):
     assert roles(server.requests[1])[0] == ("user", "hello")
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_one_of_several_models(browser):
     with ScriptedServer(models=("small", "large")) as server:
@@ -252,6 +264,7 @@ def test_one_of_several_models(browser):
         window.check()
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_a_turn_that_is_sent_before_the_models_are_known(server, window):
     routes = []
@@ -265,6 +278,7 @@ def test_a_turn_that_is_sent_before_the_models_are_known(server, window):
     assert server.requests[0]["model"] == "scripted" and texts(page) == ["early", "You said: early"]
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_an_answer_that_met_its_limit_says_so(server, page):
     server.scripts["Long"] = Script(finish="length")
@@ -272,6 +286,7 @@ def test_an_answer_that_met_its_limit_says_so(server, page):
     assert page.get_by_text("The answer ended at its limit of tokens.").is_visible()
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_an_edit_survives_an_answer_that_ends(server, page):
     say(page, "one")
@@ -285,6 +300,7 @@ def test_an_edit_survives_an_answer_that_ends(server, page):
     assert page.get_by_label("Edit this turn").input_value() == "not sent yet"
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_two_tabs_share_conversations(window, page):
     other = window.open()
@@ -298,6 +314,7 @@ def test_two_tabs_share_conversations(window, page):
     assert len(texts(page)) == 6
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_two_tabs_write_into_one_conversation(server, window, page):
     say(page, "begin")
@@ -315,6 +332,7 @@ def test_two_tabs_write_into_one_conversation(server, window, page):
         assert text in stored
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_an_emptied_draft_leaves_no_conversation(page):
     page.fill("#message", "a thought")
@@ -325,6 +343,7 @@ def test_an_emptied_draft_leaves_no_conversation(page):
     assert titles(page) == []
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_copying(server, window, page):
     window.context.grant_permissions(["clipboard-read", "clipboard-write"])
@@ -338,6 +357,7 @@ def test_copying(server, window, page):
     assert page.evaluate("navigator.clipboard.readText()") == "ls -l\npwd"
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_damaged_conversations_are_left_alone(page):
     wrong = json.dumps({"id": "b", "nodes": {"x": 1}, "chosen": {}})
@@ -350,6 +370,7 @@ def test_damaged_conversations_are_left_alone(page):
     assert page.evaluate("localStorage['lineate.conversation.a']") == "{"
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_the_end_stays_in_sight_until_the_reader_scrolls_away(server, page):
     lines = "\n\n".join(f"line {n}" for n in range(200))

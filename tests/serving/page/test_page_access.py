@@ -3,11 +3,14 @@
 import re
 
 import pytest
-from browser import Window
-from chat_page import REFUSED, focused, say, texts, titles, walk
-from few import few
-from page_checks import CONTRAST
-from scripted_server import Script
+
+from tests.support.browser import Window
+from tests.support.chat_page import REFUSED, focused, say, texts, titles, walk
+from tests.support.marks import slow_but
+from tests.support.page_checks import CONTRAST
+from tests.support.scripted_server import Script
+
+pytestmark = pytest.mark.cover
 
 
 def test_keyboard_only(server, page):
@@ -135,7 +138,7 @@ def test_phone(pattern, browser, server):
     window.check()
 
 
-@pytest.mark.parametrize("scheme", few(["light", "dark"], ["dark"]))
+@pytest.mark.parametrize("scheme", slow_but(["light", "dark"], ["dark"]))
 def test_contrast(scheme, browser, server):
     window = Window(browser, server.address, color_scheme=scheme)
     window.expected = REFUSED

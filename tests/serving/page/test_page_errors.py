@@ -1,13 +1,15 @@
 """What goes wrong on the chat page is said where it happened, can be tried again, and loses nothing that was typed."""
 
 import pytest
-from browser import Window
-from chat_page import REFUSED, roles, say, send, texts
-from scripted_server import Script, ScriptedServer
+
+from tests.support.browser import Window
+from tests.support.chat_page import REFUSED, roles, say, send, texts
+from tests.support.scripted_server import Script, ScriptedServer
 
 HALVES = {"pieces": ("Half ", "whole.")}
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     ("script", "message"),
     [
@@ -63,6 +65,7 @@ def test_retrying_an_earlier_answer_keeps_what_followed(server, window, page):
     assert texts(page) == ["Try", "", "go on", "You said: go on"]
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_a_server_that_cannot_be_reached(server, window, page):
     window.expected = REFUSED
@@ -75,6 +78,7 @@ def test_a_server_that_cannot_be_reached(server, window, page):
     assert texts(page) == ["Anyone?", "You said: Anyone?"]
 
 
+@pytest.mark.cover
 def test_a_key_is_asked_for_where_the_server_wants_one(browser):
     with ScriptedServer(key="secret") as server:
         window = Window(browser, server.address)
@@ -98,6 +102,7 @@ def test_a_key_is_asked_for_where_the_server_wants_one(browser):
         window.check()
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_a_full_storage_is_said_and_loses_nothing_that_is_shown(page):
     page.evaluate("""() => {

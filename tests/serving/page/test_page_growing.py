@@ -5,8 +5,9 @@ import re
 from itertools import pairwise
 
 import pytest
-from chat_page import say, send
-from scripted_server import Script
+
+from tests.support.chat_page import say, send
+from tests.support.scripted_server import Script
 
 SHOW = """
 const { Growing } = await import("./growing.js");

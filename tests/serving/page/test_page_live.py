@@ -7,17 +7,18 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
-from browser import Window
-from chat_page import REFUSED, say, send, texts
-from chat_tokenizer import chat_tokenizer
-from live_server import WAIT, live, until
-from small_models import random_model
-
 from lineate.models import preset
 from lineate.serving.app import Settings, describe
 from lineate.serving.cache.cache import StateCache
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import Request
+from tests.support.browser import Window
+from tests.support.chat_page import REFUSED, say, send, texts
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.live_server import WAIT, live, until
+from tests.support.small_models import random_model
+
+pytestmark = pytest.mark.cover
 
 CONTEXT, SLOTS = 8192, 4
 KEY = "a key of this server"

@@ -6,11 +6,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from browser import Window
-from chat_page import REFUSED, roles, say, texts, titles
-from scripted_server import PAGE, Script, ScriptedServer
 
 from lineate.web.pages import page_files
+from tests.support.browser import Window
+from tests.support.chat_page import REFUSED, roles, say, texts, titles
+from tests.support.scripted_server import PAGE, Script, ScriptedServer
 
 ROOT = Path(__file__).parents[3]
 NOWHERE = (
@@ -32,6 +32,7 @@ HOSTILE = """<script>window.pwned = 1</script><img src=x onerror="window.pwned =
 """
 
 
+@pytest.mark.cover
 def test_hostile_text_stays_text(browser):
     name = '<img src=x onerror="window.pwned=1">'
     with ScriptedServer(models=(name, "other")) as server:
@@ -67,6 +68,7 @@ def test_hostile_text_stays_text(browser):
         window.check()
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_markdown(server, page):
     """Return each answer as an outline of its elements."""
@@ -97,6 +99,7 @@ def test_markdown(server, page):
         assert page.locator(".assistant .text").last.evaluate(outline) == expected
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["`" * 50_000, "`a``b```c" * 4000, "**a *b " * 8000, "- " * 20_000, "  - x\n" * 4000])
 def test_text_that_a_careless_parser_would_never_finish(text, server, page):
@@ -105,6 +108,7 @@ def test_text_that_a_careless_parser_would_never_finish(text, server, page):
     assert page.locator(".strip").is_visible()
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 def test_thoughts_are_folded_away(server, page):
     server.scripts["Think"] = Script(pieces=("<think>\nhm, ", "well</think>", "\n\nThe answer."))
@@ -135,6 +139,7 @@ def test_the_page_is_part_of_the_package():
     assert set(page_files(PAGE)) <= found
 
 
+@pytest.mark.cover
 def test_events_may_be_split_anywhere(page):
     """Events are the same however a network cuts their bytes, whichever line ends the server uses."""
     text = ": a comment\r\n\r\ndata: Tromsø 🏔\r\n\r\ndata:two\ndata: lines\n\nevent: x\rdata: last\r\rdata: not ended"

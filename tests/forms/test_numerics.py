@@ -4,7 +4,9 @@ import itertools
 
 import pytest
 import torch
-from cases import (
+
+import lineate
+from tests.support.cases import (
     BACKENDS,
     CHUNKWISE,
     DELTA,
@@ -34,12 +36,10 @@ from cases import (
     weights,
 )
 
-import lineate
-
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize(
     "shape",
     [SMALL, LARGE, Shape(1, 500, 1, 2, 64, 32), Shape(1, 130, 1, 1, 130, 33), Shape(1, 70, 2, 2, 3, 130)],
@@ -56,7 +56,7 @@ def test_float32_on_ordinary_inputs(row, shape):
         assert_within(found, allowed, (backend, chunk_size))
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("shape", [SMALL, LARGE], ids=str)
 @pytest.mark.parametrize(("row", "special"), SPECIAL_ROWS, ids=str)
 def test_float32_on_special_inputs(row, special, shape):
@@ -83,7 +83,7 @@ def test_normalize_qk_in_float32(row):
         assert_within(errors(got, expected), allowed, backend)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize(("row", "special"), SPECIAL_ROWS, ids=str)
 def test_parallel_form_in_float32(row, special):
     """The budget is the same, with one chunk of length t."""
@@ -93,7 +93,7 @@ def test_parallel_form_in_float32(row, special):
 
 
 @needs_native
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("row", "special"), SPECIAL_ROWS, ids=str)
 def test_decoding_in_float32(row, special, dtype):
@@ -106,7 +106,7 @@ def test_decoding_in_float32(row, special, dtype):
         assert_within(errors(got, expected), budget(row, inputs, expected, 1, **options))
 
 
-@pytest.mark.cover(2)
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("gates", ["same", "float32"])
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("path", PATHS)
@@ -126,7 +126,7 @@ def test_half_precision_only_rounds_inputs_and_results(row, path, dtype, gates):
     assert {name: x.dtype for name, x in got.grads.items()} == {name: x.dtype for name, x in inputs.items()}
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", FORWARD_PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_dtype_and_shape_of_the_result(row, path):
@@ -149,7 +149,7 @@ def test_dtype_and_shape_of_the_result(row, path):
         assert attended.state.isfinite().all()
 
 
-@pytest.mark.cover(2)
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("path", FORWARD_PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -196,7 +196,7 @@ def strange_layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_memory_layout_does_not_matter(row, path):
@@ -214,7 +214,7 @@ def test_memory_layout_does_not_matter(row, path):
         assert_within(errors(Result(output.detach(), state.detach(), grads), expected), allowed, layout)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_expanded_inputs_and_gradients(row, path):
@@ -240,7 +240,7 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -253,7 +253,7 @@ def test_uninitialised_memory_is_never_read(row, path, packed, poisoned_memory):
     assert_within(errors(got, expected), budget(row, inputs, expected, 64, **options))
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_gradients_of_some_inputs_only(row, path):
@@ -266,7 +266,7 @@ def test_gradients_of_some_inputs_only(row, path):
         assert_same_bits(some, everything, name)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_without_gradients(row, path):
@@ -285,7 +285,7 @@ def test_without_gradients(row, path):
         assert same_bits(state, expected.state)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_losses_on_half_of_the_result(row, path):
@@ -332,7 +332,7 @@ def test_backward_twice_through_one_graph(path):
         assert torch.equal(x, y), name
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", FORWARD_PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_nan_is_never_swallowed(row, path):

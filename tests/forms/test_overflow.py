@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FORWARD_PATHS, ROWS, Row, interpreted, unit
-from fresh import run as run_freshly
 from torch import Tensor
 
 import lineate
 from lineate.forms import stability
+from tests.support.cases import FORWARD_PATHS, ROWS, Row, interpreted, unit
+from tests.support.fresh import run as run_freshly
 
 CORRECTING = [row for row in ROWS if row.corrects]
 TRITON = pytest.param({"form": "auto", "backend": "triton"}, id="triton", marks=[interpreted, pytest.mark.slow])
@@ -59,6 +59,7 @@ def test_training_and_packed_texts(path: dict[str, str]) -> None:
     quiet(out.sum().backward)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=[interpreted])])
 @pytest.mark.parametrize("raw", [False, True], ids=["gates", "raw gates"])
 def test_decoding(backend: str, raw: bool) -> None:
@@ -156,6 +157,7 @@ warnings.simplefilter("ignore", RuntimeWarning)
 """
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("before, said", [("", 1), (IGNORED, 0)], ids=["shown", "ignored"])
 def test_once_a_process(before: str, said: int) -> None:
     done = run_freshly(before + SCRIPT)

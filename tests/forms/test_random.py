@@ -4,7 +4,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cases import (
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.cases import (
     NATIVE_OBSTACLE,
     ROWS,
     Row,
@@ -20,8 +23,6 @@ from cases import (
     run,
     specials,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 EXAMPLES = [8, pytest.param(100, marks=pytest.mark.slow)]  # a row; six rows
 PATHS = (("chunkwise", "torch"), ("chunkwise", "native"), ("parallel", "torch"), ("recurrent", "native"))
@@ -61,6 +62,7 @@ def calls(pick, row: Row) -> Call:
     )
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_forms_agree_on_random_calls(row, examples):

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from cases import (
+from torch import Tensor
+
+from tests.support.cases import (
     FORMS,
     LARGE,
     PACKED,
@@ -24,7 +26,6 @@ from cases import (
     same_bits,
     weights,
 )
-from torch import Tensor
 
 
 def tokens(inputs: Inputs, part: slice) -> Inputs:
@@ -40,7 +41,7 @@ def rows(inputs: Inputs, which: list[int]) -> Inputs:
 # Split anywhere equals whole.
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("forms", [*((form, form) for form in FORMS), ("chunkwise", "recurrent")], ids="-".join)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_split_anywhere_equals_whole(row, forms):
@@ -104,7 +105,7 @@ def past(row: Row, inputs: Inputs, path: dict[str, str], position: int) -> tuple
 
 
 @pytest.mark.filterwarnings("ignore::lineate.UnstableMemoryWarning")  # the futures' numbers have any size
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("position", [1, 5, 16, 17, 31, 32, 47])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -128,7 +129,7 @@ def test_the_future_never_changes_the_past(row, path, position):
 # A reset forgets everything.
 
 
-@pytest.mark.cover(2)
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("position", [5, 16, 40])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", [row for row in ROWS if row.decay != "none"], ids=str)
@@ -164,7 +165,7 @@ def test_nothing_crosses_a_decay_of_zero(row, path, position):
 # Packed sequences never see each other.
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_packed_texts_equal_separate_runs(row, path):
@@ -193,7 +194,7 @@ def test_packed_texts_equal_separate_runs(row, path):
         )
 
 
-@pytest.mark.cover(2)
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("broken", [1, 4, 6])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -233,6 +234,7 @@ def row_results(row: Row, inputs: Inputs, path: dict[str, str], order: list[int]
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize(("heads", "threads"), [((1, 1), 1), ((2, 6), 1), ((5, 5), 2), ((11, 11), 2)])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -251,7 +253,7 @@ def test_batch_company_never_changes_a_row(row, path, heads, threads):
         torch.set_num_threads(before)
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_broken_row_stays_alone(row, path):
@@ -265,7 +267,7 @@ def test_a_broken_row_stays_alone(row, path):
         assert_same_bits(got[i], expected[i])
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_heads_do_not_see_each_other(row, path):
@@ -295,7 +297,7 @@ def test_heads_do_not_see_each_other(row, path):
 # The same inputs give the same bits, and are left alone.
 
 
-@pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("shape", [SMALL, LARGE], ids=str)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -310,7 +312,7 @@ def test_two_runs_give_the_same_bits(row, path, shape):
     assert_same_bits(run(row, inputs, **path), first)
 
 
-@pytest.mark.cover(2)
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("shape", [SMALL, Shape(1, 20, 1, 1, 6, 5), Shape(1, 1, 1, 1, 6, 5)], ids=str)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
