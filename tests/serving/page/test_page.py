@@ -273,6 +273,7 @@ def test_a_turn_that_is_sent_before_the_models_are_known(server, window):
     send(page, "early")
     page.locator(".turn.running").wait_for()
     assert server.requests == []
+    window.context.unroute("**/v1/models")  # the page asks again, for sampling defaults
     routes[0].continue_()
     page.locator(".strip").wait_for()
     assert server.requests[0]["model"] == "scripted" and texts(page) == ["early", "You said: early"]

@@ -73,7 +73,8 @@ def test_hostile_text_stays_text(browser):
 def test_markdown(server, page):
     """Return each answer as an outline of its elements."""
     outline = """(node) => {
-        const show = (x) => x.nodeType === 3 ? x.data : x.matches(".code-head") ? "" :
+        const show = (x) => x.nodeType === 3 ? x.data : x.matches(".code-head") ? ""
+            : x.matches(".lines") ? x.textContent :
             `${x.tagName.toLowerCase()}${x.start > 1 ? x.start : ""}(${[...x.childNodes].map(show).join("")})`;
         return [...node.childNodes].map(show).join(" ");
     }"""
