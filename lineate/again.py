@@ -4,9 +4,9 @@ An op checks its arguments, chooses a form and a backend, and lays its tensors o
 takes the host as long as the kernels of a short prompt take the device. For two calls of one form (shapes, strides,
 dtypes, devices, options) all of it comes to the same, so the second repeats what the first has found:
 
-    form = form_of("gated_delta_rule", tensors, options)     # None: the call must be looked at
-    results = repeat(form, tensors)                          # None: no call of this form can be repeated
-    remember(form, run)                                      # run(tensors) returns the results, or None
+    form = form_of("gated_delta_rule", inputs, options)      # None: the call must be looked at
+    results = repeat(form, inputs)                           # None: no call of this form can be repeated
+    remember(form, run)                                      # run(inputs) returns the results, or None
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +15,13 @@ from threading import RLock
 import torch
 from torch import Tensor
 
+from lineate.call import Inputs
 from lineate.torch_ops.tracing import PLAIN_TENSORS, recorded, transformed
 
 Form = tuple[object, ...]
 Results = tuple[Tensor, Tensor]
 """The output and the final state."""
-Run = Callable[[Sequence[Tensor | None]], Results | None]
+Run = Callable[[Inputs], Results | None]
 
 MOST_FORMS = 1024
 """The most forms that are remembered."""
@@ -31,17 +32,17 @@ _RUNS: dict[Form, Run | None] = {}
 _changing = RLock()  # reentrant, since what is forgotten may be collected there
 
 
-def form_of(name: str, tensors: Sequence[Tensor | None], options: Sequence[object]) -> Form | None:
+def form_of(name: str, inputs: Inputs, options: Sequence[object]) -> Form | None:
     """Return all that a call depends on beside addresses and values; None if it must be looked at.
 
     That is a call that is not on a GPU, is recorded or transformed, needs gradients, or has unusual arguments.
 
     Args:
         name: the op's name.
-        tensors: its tensors; the first is not None.
+        inputs: its tensors.
         options: its other arguments.
     """
-    first = tensors[0]
+    first = inputs.q
     if not isinstance(first, Tensor) or not first.is_cuda or recorded() or transformed():
         return None
     types = tuple(map(type, options))  # since 1 == 1.0 == True
@@ -49,7 +50,7 @@ def form_of(name: str, tensors: Sequence[Tensor | None], options: Sequence[objec
         return None
     differentiable = torch.is_grad_enabled()
     parts: list[object] = [name, *options, *types]
-    for x in tensors:
+    for x in inputs.tensors():
         if x is None:
             parts.append(None)
         elif type(x) not in PLAIN_TENSORS or (differentiable and x.requires_grad) or x.is_neg() or x._is_zerotensor():
@@ -64,10 +65,10 @@ def layout_of(x: Tensor) -> Form:
     return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16
 
 
-def repeat(form: Form | None, tensors: Sequence[Tensor | None]) -> Results | None:
+def repeat(form: Form | None, inputs: Inputs) -> Results | None:
     """Make a call again; return None, with nothing done, if none of its form was remembered."""
     run = None if form is None else _RUNS.get(form)
-    return None if run is None else run(tensors)
+    return None if run is None else run(inputs)
 
 
 def undecided(form: Form) -> bool:

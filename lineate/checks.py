@@ -16,8 +16,12 @@ _LETTERS = "(b, t, h, k)"
 
 def check_inputs(rule: Rule, inputs: Inputs) -> None:
     """Check q, k, v and the gates of one call against each other and against what the rule takes."""
-    q, k, v, log_decay, beta = inputs[:5]
-    check_qkv(q, k, v)
+    q, v, log_decay, beta = inputs.q, inputs.v, inputs.log_decay, inputs.beta
+    check_qkv(q, inputs.k, v)
+    for name in inputs.gates():
+        if name not in rule.gates:
+            taken = ", ".join(rule.gates) or "no gates"
+            raise ValueError(f"{name} must be None for {rule.name}, which takes {taken}, got a tensor; leave it None")
     b, t, hv, value_dim = v.shape
     key_dim = q.shape[-1]
     if log_decay is not None or "none" not in rule.decays:

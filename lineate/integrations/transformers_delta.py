@@ -74,7 +74,10 @@ class DeltaParts:
         A_log, dt_bias = owner.A_log.flatten(), owner.dt_bias.view(gate.shape[2:])
         if state is not None:
             state = state.to(compute_dtype(values.dtype))
-        inputs = Inputs(q, keys, values, gate, write, state, cu_seqlens, A_log, dt_bias)
+        inputs = Inputs(
+            q=q, k=keys, v=values, log_decay=gate, beta=write, state=state, cu_seqlens=cu_seqlens, A_log=A_log,
+            dt_bias=dt_bias,
+        )  # fmt: skip
         beta_scale = 2.0 if self.doubles_beta is not None and getattr(layer, self.doubles_beta) else 1.0
         return delta_from_raw_gates(inputs, beta_scale, in_place=True, lower_bound=self._bound(layer))
 

@@ -8,9 +8,8 @@ In the notation of the rules q = C, k = B, v = dt x and log_decay = -exp(A_log) 
 group of B and C serves several heads of x. So `gated_linear_attention` computes it, in all its forms and backends.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from lineate.layers.costs.linear import LinearCosts, values_of
 from lineate.layers.linear import init_decay
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.registry import Look, MixerKind, ModelSizes, Operations, register
-from lineate.ops import Attended, gated_linear_attention
+from lineate.ops import Attended
 from lineate.parallel.context.segments import Bounds
 from lineate.parallel.tensor.ranks import Ranks, rms_norm_over
 from lineate.parallel.tensor.shards import Cut, Part, Shard, share_out
@@ -93,6 +92,7 @@ class Mamba2(LinearMixer):
     """
 
     gates = ("values", "heads")
+    rule_scale = 1.0
 
     def __init__(
         self,
@@ -149,10 +149,7 @@ class Mamba2(LinearMixer):
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
         steps = self.steps(gates[1])
         log_decay = -self.A_log.to(steps.dtype).exp() * steps
-        return Inputs(q, k, (v * steps[..., None]).to(v.dtype), log_decay)
-
-    def rule_op(self, inputs: Inputs, owned: bool = False) -> Callable[..., Attended[Tensor]]:
-        return partial(gated_linear_attention, scale=1.0)
+        return Inputs(q=q, k=k, v=(v * steps[..., None]).to(v.dtype), log_decay=log_decay)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
@@ -169,7 +166,7 @@ class Mamba2(LinearMixer):
         q is C times sqrt(k), because the rules multiply their output by 1/sqrt(k) unless they are told otherwise.
         """
         found = super().trace(x)
-        return found._replace(q=found.q * self.key_dim**0.5)
+        return found.replace(q=found.q * self.key_dim**0.5)
 
 
 def _as_linear(x: MambaConfig) -> LinearConfig:

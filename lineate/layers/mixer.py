@@ -6,7 +6,7 @@ o, S = rule(q, k, v, gates, S)       lineate's ops
 y = out_proj(norm(o) * act(z))       z: the output gate
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.call import Inputs, Slots
+from lineate.call import Inputs, RawGates, Request, Slots
+from lineate.dispatch import select_rule
 from lineate.layers.configs import LinearConfig
 from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.entry import check_call
@@ -23,23 +24,17 @@ from lineate.layers.norm import GatedRMSNorm
 from lineate.layers.projection import project, project_out
 from lineate.layers.registry import ModelSizes
 from lineate.layers.state import Memory, TensorSpec
-from lineate.ops import (
-    Attended,
-    delta_rule,
-    gated_delta_rule,
-    gated_linear_attention,
-    kimi_delta_attention,
-    linear_attention,
-)
-from lineate.ops.decoding import decode
-from lineate.ops.raw_gates import fused_delta_rule
+from lineate.ops import Attended
+from lineate.ops.decoding import DecodeRequest, decode_inputs
+from lineate.ops.raw_gates import activated, attend_raw
 from lineate.ops.rounding import NEAREST, STOCHASTIC, round_memory
+from lineate.ops.rules import attend
 from lineate.parallel.context.carry import enter_convolution, run_rule
 from lineate.parallel.context.segments import Bounds, Context, segment_of
 from lineate.parallel.tensor.ranks import Ranks
 from lineate.parallel.tensor.shards import Cut, Part, linear_cuts
 from lineate.quantised.weight import SmallWeight
-from lineate.rule import activate, compute_dtype, normalize
+from lineate.rule import Rule, compute_dtype, normalize
 
 
 class LinearMixer(nn.Module):
@@ -75,6 +70,8 @@ class LinearMixer(nn.Module):
     """The upper bound of beta if it is made from a raw logit: beta lies in (0, beta_scale)."""
     gate_lower_bound: float | None = None
     """The lower bound of log_decay if it is made from a raw gate: log_decay lies in (gate_lower_bound, 0)."""
+    rule_scale: ClassVar[float | None] = None
+    """Multiplies the rule's output; None is 1/sqrt(k)."""
     narrows: ClassVar[bool] = True
     """Whether the memory may be kept in bfloat16 between tokens."""
     context: Context | None = None
@@ -247,10 +244,9 @@ class LinearMixer(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
     ) -> tuple[Attended[Tensor], Tensor]:
         """Run the rule, and return the output gate too. owned: whether the rule may overwrite the memory in place."""
-        inputs = self.rule_inputs(q, k, v, gates)
-        tensors = [x for x in inputs[:5] if x is not None]  # q, k, v, log_decay, beta
-        attended = run_rule(self.rule_op(inputs, owned), tensors, memory, bounds, corrects=inputs.beta is not None)
-        return attended, self.output_gate(gates)
+        inputs = self.rule_inputs(q, k, v, gates).replace(state=memory)
+        run = partial(self.run_rule, owned=owned)
+        return run_rule(run, inputs, bounds, corrects=self.rule_of(inputs).corrects), self.output_gate(gates)
 
     def attend_narrow(
         self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor, bounds: Bounds, owned: bool,
@@ -272,37 +268,25 @@ class LinearMixer(nn.Module):
     def decode(self, inputs: Inputs, pool: Tensor, where: Slots) -> Tensor:
         """Run the rule of `attend` on a few tokens with lineate.decode, which updates the pool in place."""
         raw = inputs.A_log is not None
-        return decode(
-            *inputs[:5],
-            state=pool,
-            slots=where.slots,
-            start_slots=where.start_slots,
+        request = DecodeRequest(
+            scale=self.rule_scale,
             normalize_qk=raw or self.normalize_qk,
             raw_gates=raw,
-            A_log=inputs.A_log,
-            dt_bias=inputs.dt_bias,
             beta_scale=self.beta_scale if raw else 1.0,
             lower_bound=self.gate_lower_bound if raw else None,
             rounding=NEAREST if where.seeds is None else STOCHASTIC,
-            seeds=where.seeds,
         )
+        return decode_inputs(inputs.replace(state=pool), where, request)
 
-    def rule_op(self, inputs: Inputs, owned: bool = False) -> Callable[..., Attended[Tensor]]:
-        """Return the op that runs these inputs: op(q, k, v, *gates, state=..., cu_seqlens=...).
+    def rule_of(self, inputs: Inputs) -> Rule:
+        """Return the row of the rule that these inputs are for."""
+        return select_rule(inputs)
 
-        owned: whether it may overwrite the memory in place.
-        """
-        if inputs.A_log is None:
-            return partial(_op_of(inputs), normalize_qk=self.normalize_qk)
-        return partial(self._from_raw_gates, inputs.A_log, inputs.dt_bias, owned)
-
-    def _from_raw_gates(
-        self, A_log: Tensor, dt_bias: Tensor | None, owned: bool, *tensors: Tensor, state: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> Attended[Tensor]:  # fmt: skip
-        q, k, v, gate, write = tensors
-        inputs = Inputs(q, k, v, gate, write, state, cu_seqlens, A_log, dt_bias)
-        return delta_from_raw_gates(inputs, self.beta_scale, in_place=owned, lower_bound=self.gate_lower_bound)
+    def run_rule(self, inputs: Inputs, owned: bool = False) -> Attended[Tensor]:
+        """Run the rule on its inputs, with a state or without. owned: whether it may overwrite the state in place."""
+        if inputs.A_log is not None:
+            return delta_from_raw_gates(inputs, self.beta_scale, in_place=owned, lower_bound=self.gate_lower_bound)
+        return attend(self.rule_of(inputs), inputs, Request(scale=self.rule_scale, normalize_qk=self.normalize_qk))
 
     def trace(self, x: Tensor) -> Inputs:
         """Return the inputs of the rule on a sequence x `1 t hidden`: features or unit keys, and activated gates."""
@@ -311,12 +295,9 @@ class LinearMixer(nn.Module):
             mixed, _ = self.conv(mixed)
         q, k, v = (y.to(compute_dtype(y.dtype)) for y in self.split_heads(mixed))
         inputs = self.rule_inputs(q, k, v, gates)
-        log_decay, beta = inputs.log_decay, inputs.beta
         if inputs.A_log is not None:
-            log_decay, beta = activate(
-                log_decay, beta, inputs.A_log, inputs.dt_bias, self.beta_scale, lower_bound=self.gate_lower_bound
-            )
-        return Inputs(self.features(inputs.q), self.features(inputs.k), inputs.v, log_decay, beta)
+            inputs = activated(inputs, RawGates(beta_scale=self.beta_scale, lower_bound=self.gate_lower_bound))
+        return inputs.map(self.features, ("q", "k"))
 
 
 def delta_from_raw_gates(
@@ -330,32 +311,16 @@ def delta_from_raw_gates(
         in_place: whether that launch may overwrite the memory, and return it.
         lower_bound: if given, log_decay lies in (lower_bound, 0); see fused_delta_rule.
     """
-    q, k, v, gate, write, state, cu_seqlens, A_log, dt_bias = inputs
-    assert gate is not None and write is not None and A_log is not None
-    if q.shape[1] == 1 and cu_seqlens is None:
-        if not q.is_cuda:
-            log_decay, beta = activate(gate, write, A_log, dt_bias, beta_scale, lower_bound=lower_bound)
-            assert log_decay is not None and beta is not None
-            op = kimi_delta_attention if gate.dim() == 4 else gated_delta_rule
-            return op(q, k, v, log_decay, beta, state=state, normalize_qk=True)
+    raw = RawGates(beta_scale=beta_scale, lower_bound=lower_bound)
+    if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
+        if not inputs.q.is_cuda:
+            gated = activated(inputs, raw)
+            return attend(select_rule(gated), gated, Request(normalize_qk=True))
+        state = inputs.state
         if state is not None and not torch.is_grad_enabled():
             state = state if in_place else state.clone()
-            output = decode(
-                q, k, v, gate, write,
-                state=state, normalize_qk=True, raw_gates=True, A_log=A_log, dt_bias=dt_bias, beta_scale=beta_scale,
-                lower_bound=lower_bound,
+            request = DecodeRequest(
+                normalize_qk=True, raw_gates=True, beta_scale=beta_scale, lower_bound=lower_bound
             )  # fmt: skip
-            return Attended(output, state)
-    return fused_delta_rule(
-        q, k, v, gate, write, A_log, dt_bias,
-        beta_scale=beta_scale, lower_bound=lower_bound, state=state, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
-
-
-def _op_of(inputs: Inputs) -> Callable[..., Attended[Tensor]]:
-    """Return the rule that has these gates."""
-    if inputs.beta is None:
-        return linear_attention if inputs.log_decay is None else gated_linear_attention
-    if inputs.log_decay is None:
-        return delta_rule
-    return gated_delta_rule if inputs.log_decay.dim() == 3 else kimi_delta_attention
+            return Attended(decode_inputs(inputs.replace(state=state), Slots(), request), state)
+    return attend_raw(inputs, raw)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.call import Options, Slots
+from lineate.dispatch import select_rule
 from lineate.layers.attention import GatedAttention, reads_own_length
 from lineate.layers.bare import KNOWN, runs_own_forward
 from lineate.layers.entry import check_call
@@ -123,7 +124,7 @@ def _linear_step(norm: RMSNorm, mixer: LinearMixer, x: Tensor, state: Memory) ->
     mixed, y = _convolved(x[:, 0], mixer.in_proj, norm, convolution, mixer.width)
     _, *gates = y[:, None].split(mixer.splits, -1)
     q, k, v = mixer.split_heads(mixed[:, None])
-    inputs = mixer.rule_inputs(q, k, v, gates)._replace(state=memory)
+    inputs = mixer.rule_inputs(q, k, v, gates).replace(state=memory)
     z, scale = mixer.output_gate(gates), mixer.key_dim**-0.5
     if len(x) <= token.FEW_ROWS:
         output = token.mix(
@@ -131,8 +132,10 @@ def _linear_step(norm: RMSNorm, mixer: LinearMixer, x: Tensor, state: Memory) ->
             beta_scale=mixer.beta_scale, scale=scale, lower_bound=mixer.gate_lower_bound, seeds=state.seeds,
         )  # fmt: skip
     else:
-        options = Options(True, scale, True, beta_scale=mixer.beta_scale, raw_gates=True)
-        options = options._replace(lower_bound=mixer.gate_lower_bound)
+        options = Options(
+            select_rule(inputs), scale, True, beta_scale=mixer.beta_scale, raw_decay=True, raw_beta=True,
+            lower_bound=mixer.gate_lower_bound,
+        )  # fmt: skip
         output = decode(inputs, Slots(seeds=state.seeds), options, settled=True)
         output = mixer.norm(output, z.unflatten(-1, (mixer.value_heads, mixer.value_dim))).flatten(2)
     return output[:, 0], Memory(state.tensors)

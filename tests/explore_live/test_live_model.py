@@ -153,7 +153,7 @@ def test_another_rule_reads_the_same_tokens():
     def averaged(q, k, v, gates):
         found = inputs(q, k, v, gates)
         log_decay, beta = activate(found.log_decay, found.beta, found.A_log, found.dt_bias, mixer.beta_scale)
-        return Inputs(q, k, v, log_decay.mean(-1), beta)
+        return Inputs(q, k, v, log_decay=log_decay.mean(-1), beta=beta)
 
     mixer.rule_inputs = averaged
     torch.testing.assert_close(logits(beside(model, {1: Change("gated_delta_rule")})), logits(wanted), **CLOSE)

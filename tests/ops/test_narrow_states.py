@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from cases import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, ROWS, Inputs, Row, Shape, bounds, same_bits
-from decode_cases import KERNEL, PATHS, SHAPE, Path, inputs_of, run
+from decode_cases import KERNEL, PATHS, SHAPE, Path, check_op, inputs_of, run
 from fresh import run as run_fresh
 from torch import Tensor, zeros
 
@@ -274,9 +274,7 @@ def test_compiled(rounding):
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for _ in range(2):
         assert same_bits(compiled(theirs), layer(ours)) and same_bits(ours, theirs)
-    names = ("q", "k", "v", "log_decay", "beta", "state")
-    arguments = (*(inputs[name] for name in names), *[None] * 5, 1.0, False, False, 1.0, "torch", None, False)
-    torch.library.opcheck(torch.ops.lineate.decode.default, (*arguments, options.get("seeds")))
+    check_op(inputs, seeds=options.get("seeds"))
 
 
 RIGHT = narrow_inputs(GATED_DELTA, Shape(2, 3, 2, 4, 3, 5))

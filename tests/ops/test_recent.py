@@ -73,7 +73,7 @@ def test_ops_after_many_signatures(monkeypatch):
     def resolve(n: int) -> None:
         x = torch.zeros(1, 1, 1, 1)
         request = Request(float(n), "recurrent", "torch", None, False)
-        check_and_resolve(GATED_DELTA, Inputs(x, x, x, x[..., 0], x[..., 0], None, None), request)
+        check_and_resolve(GATED_DELTA, Inputs(q=x, k=x, v=x, log_decay=x[..., 0], beta=x[..., 0]), request)
 
     for n in range(1, 3001):
         resolve(n)

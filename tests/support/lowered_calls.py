@@ -210,7 +210,8 @@ def step(name: str, dtype: str, rows: int, overlap: bool) -> None:
                 q, k, v = (empty(rows, 1, heads, 128, dtype=dtype) for heads in (2, 2, 8))
                 gate, write = empty(rows, 1, 8, *channel, dtype=dtype), empty(rows, 1, 8, dtype=dtype)
                 memory = empty(rows, 8, 128, 128, dtype=state)
-                inputs = Inputs(q, k, v, gate, write, memory, None, empty(8), empty(8, *channel))
+                parameters = {"A_log": empty(8), "dt_bias": empty(8, *channel)}
+                inputs = Inputs(q, k, v, log_decay=gate, beta=write, state=memory, **parameters)
                 token.mix(
                     inputs, empty(rows, 1, 1024, dtype=dtype), empty(128, dtype=dtype), eps=1e-6, silu=silu,
                     beta_scale=1.0, scale=0.1, seeds=empty(rows, dtype="int64") if state == "bfloat16" else None,
