@@ -117,7 +117,7 @@ def add_gates(rule: str, k: Tensor, v: Tensor) -> Trace:
         half_lives = torch.logspace(fast, slow, dim)
         decay = (-math.log(2) / half_lives).expand(count, heads, dim)
     beta = torch.ones(count, heads) if row.corrects else None
-    return Trace(0, "", rule, k, k, v, decay, beta)
+    return Trace(0, "", rule, k, k, v, decay, beta, row)
 
 
 @torch.no_grad()

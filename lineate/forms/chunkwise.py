@@ -45,7 +45,8 @@ def run_forward(inputs: Inputs, options: Options, outputs: Outputs) -> None:
 
 def _fill_outputs(inputs: Inputs, options: Options, outputs: Outputs) -> None:
     check_decay(inputs.log_decay)
-    watch_writes(inputs.k, inputs.beta, options.normalize_qk)
+    if options.corrects:
+        watch_writes(inputs.k, inputs.beta, options.normalize_qk)
     assert inputs.state is not None
     output, final, states = outputs
     for heads in _head_blocks(inputs.q, inputs.v):

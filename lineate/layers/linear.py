@@ -20,7 +20,7 @@ from lineate.ops import Attended, divide_by_last, linear_attention, with_ones
 from lineate.parallel.context.carry import run_rule
 from lineate.parallel.context.segments import Bounds, Segment
 from lineate.parallel.tensor.shards import Shard, share_out
-from lineate.rule import compute_dtype
+from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule, compute_dtype
 from lineate.torch_ops.elementwise import elementwise
 
 
@@ -39,6 +39,7 @@ class LinearAttention(LinearMixer):
         feature_map: phi, "identity" or "elu+1".
     """
 
+    rule = LINEAR
     gates = ("values",)
     options = ("feature_map",)
     narrows = False  # it never forgets: its sums outgrow what bfloat16 can still add to them
@@ -79,7 +80,7 @@ class LinearAttention(LinearMixer):
         if isinstance(bounds, Segment):  # after the rule, because the division is not linear in the memory
             q, k, v_and_ones = with_ones(q, k, v)
             inputs = Inputs(q=q, k=k, v=v_and_ones, state=memory)
-            output, memory = run_rule(self._sums, inputs, bounds, corrects=False)
+            output, memory = run_rule(self._sums, inputs, bounds, corrects=LINEAR.corrects)
             return Attended(divide_by_last(output, v.dtype), memory), z
         op = partial(linear_attention, feature_map=self.feature_map)
         return op(q, k, v, state=memory, cu_seqlens=bounds, normalize=True), z
@@ -107,6 +108,7 @@ class GatedLinearAttention(LinearMixer):
         gate_activation: activation of the output gate, "silu", "sigmoid" or "none" (no gate).
     """
 
+    rule = GATED_LINEAR
     gates = ("decay_rank", "values")
     options = ("decay_rank",)
 
@@ -154,6 +156,7 @@ class DeltaNet(LinearMixer):
         gate_activation: activation of the output gate, "silu", "sigmoid" or "none" (no gate).
     """
 
+    rule: ClassVar[Rule | None] = DELTA
     gates: ClassVar[tuple[str, ...]] = ("values", "heads")
     options: ClassVar[tuple[str, ...]] = ("beta_scale",)
     normalize_qk = True
@@ -202,6 +205,7 @@ class GatedDeltaNet(DeltaNet):
         gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0); it must be below 0.
     """
 
+    rule = GATED_DELTA
     gates = ("values", "heads", "heads")
     options = ("beta_scale", "gate_lower_bound")
 
@@ -262,6 +266,7 @@ class KimiDeltaAttention(LinearMixer):
         gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0); it must be below 0.
     """
 
+    rule = KIMI_DELTA
     gates = ("decay_rank", "gate_rank", "heads")
     options = ("beta_scale", "decay_rank", "gate_rank", "gate_bias", "gate_lower_bound")
     normalize_qk = True

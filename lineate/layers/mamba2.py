@@ -25,7 +25,7 @@ from lineate.ops import Attended
 from lineate.parallel.context.segments import Bounds
 from lineate.parallel.tensor.ranks import Ranks, rms_norm_over
 from lineate.parallel.tensor.shards import Cut, Part, Shard, share_out
-from lineate.rule import compute_dtype
+from lineate.rule import GATED_LINEAR, compute_dtype
 from lineate.torch_ops.elementwise import elementwise
 
 
@@ -92,6 +92,7 @@ class Mamba2(LinearMixer):
     """
 
     gates = ("values", "heads")
+    rule = GATED_LINEAR
     rule_scale = 1.0
 
     def __init__(

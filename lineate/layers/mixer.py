@@ -70,6 +70,8 @@ class LinearMixer(nn.Module):
     """The upper bound of beta if it is made from a raw logit: beta lies in (0, beta_scale)."""
     gate_lower_bound: float | None = None
     """The lower bound of log_decay if it is made from a raw gate: log_decay lies in (gate_lower_bound, 0)."""
+    rule: ClassVar[Rule | None] = None
+    """The row of the rule that it runs; None: the one that takes the gates of `rule_inputs`."""
     rule_scale: ClassVar[float | None] = None
     """Multiplies the rule's output; None is 1/sqrt(k)."""
     narrows: ClassVar[bool] = True
@@ -225,7 +227,7 @@ class LinearMixer(nn.Module):
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
         """Return the arguments of the rule: its gates, or raw gates together with A_log.
 
-        The rule that runs depends on which of log_decay and beta are given. A mixer of your own overrides this method.
+        A mixer of your own overrides this method. Without a `rule`, it runs the one that takes the gates given here.
         """
         raise NotImplementedError(f"{type(self).__name__} must have rule_inputs, as every LinearMixer")
 
@@ -276,17 +278,19 @@ class LinearMixer(nn.Module):
             lower_bound=self.gate_lower_bound if raw else None,
             rounding=NEAREST if where.seeds is None else STOCHASTIC,
         )
-        return decode_inputs(inputs.replace(state=pool), where, request)
+        return decode_inputs(self.rule_of(inputs), inputs.replace(state=pool), where, request)
 
     def rule_of(self, inputs: Inputs) -> Rule:
         """Return the row of the rule that these inputs are for."""
-        return select_rule(inputs)
+        return self.rule or select_rule(inputs)
 
     def run_rule(self, inputs: Inputs, owned: bool = False) -> Attended[Tensor]:
         """Run the rule on its inputs, with a state or without. owned: whether it may overwrite the state in place."""
+        rule = self.rule_of(inputs)
         if inputs.A_log is not None:
-            return delta_from_raw_gates(inputs, self.beta_scale, in_place=owned, lower_bound=self.gate_lower_bound)
-        return attend(self.rule_of(inputs), inputs, Request(scale=self.rule_scale, normalize_qk=self.normalize_qk))
+            raw = RawGates(beta_scale=self.beta_scale, lower_bound=self.gate_lower_bound)
+            return attend_raw_or_decode(rule, inputs, raw, in_place=owned)
+        return attend(rule, inputs, Request(scale=self.rule_scale, normalize_qk=self.normalize_qk))
 
     def trace(self, x: Tensor) -> Inputs:
         """Return the inputs of the rule on a sequence x `1 t hidden`: features or unit keys, and activated gates."""
@@ -300,27 +304,23 @@ class LinearMixer(nn.Module):
         return inputs.map(self.features, ("q", "k"))
 
 
-def delta_from_raw_gates(
-    inputs: Inputs, beta_scale: float, in_place: bool = False, lower_bound: float | None = None
-) -> Attended[Tensor]:
-    """Run fused_delta_rule; for one token a row, a GPU kernel on a copy of the memory, or else the recurrent form.
+def attend_raw_or_decode(rule: Rule, inputs: Inputs, raw: RawGates, in_place: bool = False) -> Attended[Tensor]:
+    """Run a rule from raw gates; for one token a row, a GPU kernel on a copy of the memory, or else the recurrent form.
 
     Args:
+        rule: its row.
         inputs: what the rule is called with, its gates raw.
-        beta_scale: beta lies in (0, beta_scale).
+        raw: how the gates are made from them.
         in_place: whether that launch may overwrite the memory, and return it.
-        lower_bound: if given, log_decay lies in (lower_bound, 0); see fused_delta_rule.
     """
-    raw = RawGates(beta_scale=beta_scale, lower_bound=lower_bound)
     if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
         if not inputs.q.is_cuda:
-            gated = activated(inputs, raw)
-            return attend(select_rule(gated), gated, Request(normalize_qk=True))
+            return attend(rule, activated(inputs, raw), Request(normalize_qk=True))
         state = inputs.state
         if state is not None and not torch.is_grad_enabled():
             state = state if in_place else state.clone()
             request = DecodeRequest(
-                normalize_qk=True, raw_gates=True, beta_scale=beta_scale, lower_bound=lower_bound
+                normalize_qk=True, raw_gates=True, beta_scale=raw.beta_scale, lower_bound=raw.lower_bound
             )  # fmt: skip
-            return Attended(decode_inputs(inputs.replace(state=state), Slots(), request), state)
-    return attend_raw(inputs, raw)
+            return Attended(decode_inputs(rule, inputs.replace(state=state), Slots(), request), state)
+    return attend_raw(rule, inputs, raw)

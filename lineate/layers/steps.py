@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.call import Options, Slots
-from lineate.dispatch import select_rule
 from lineate.layers.attention import GatedAttention, reads_own_length
 from lineate.layers.bare import KNOWN, runs_own_forward
 from lineate.layers.entry import check_call
@@ -133,7 +132,7 @@ def _linear_step(norm: RMSNorm, mixer: LinearMixer, x: Tensor, state: Memory) ->
         )  # fmt: skip
     else:
         options = Options(
-            select_rule(inputs), scale, True, beta_scale=mixer.beta_scale, raw_decay=True, raw_beta=True,
+            mixer.rule_of(inputs), scale, True, beta_scale=mixer.beta_scale, raw_decay=True, raw_beta=True,
             lower_bound=mixer.gate_lower_bound,
         )  # fmt: skip
         output = decode(inputs, Slots(seeds=state.seeds), options, settled=True)

@@ -28,7 +28,7 @@ from lineate.kernels import DECODE_READS
 from lineate.ops.rounding import NEAREST, ROUNDINGS, STOCHASTIC, round_memory
 from lineate.ops.slot_checks import check_decode_state, check_seeds, check_slot_values, check_slots
 from lineate.recent import RecentlyUsed
-from lineate.rule import activate, compute_dtype, full_precision, normalize, step
+from lineate.rule import Rule, activate, compute_dtype, full_precision, normalize, step
 from lineate.torch_ops.schema import Flat, declare_call_op
 from lineate.torch_ops.tracing import constant_in_graphs, in_memory, is_virtual, needs_grad, transformed
 
@@ -113,7 +113,7 @@ def decode(
         dt_bias=dt_bias,
     )  # fmt: skip
     request = DecodeRequest(scale, normalize_qk, raw_gates, beta_scale, lower_bound, rounding, backend)
-    return decode_inputs(inputs, Slots(slots, start_slots, seeds), request)
+    return decode_inputs(None, inputs, Slots(slots, start_slots, seeds), request)
 
 
 class DecodeRequest(NamedTuple):
@@ -128,10 +128,13 @@ class DecodeRequest(NamedTuple):
     backend: str = "auto"
 
 
-def decode_inputs(inputs: Inputs, where: Slots, request: DecodeRequest) -> Tensor:
-    """Run a few tokens a row and write the new memory into inputs.state; see decode."""
+def decode_inputs(rule: Rule | None, inputs: Inputs, where: Slots, request: DecodeRequest) -> Tensor:
+    """Run a few tokens a row and write the new memory into inputs.state; see decode.
+
+    rule: its row; None: the one that takes the gates.
+    """
     state = inputs.state
-    signature = call_signature((*inputs.tensors(), *where), request)
+    signature = call_signature((*inputs.tensors(), *where), (rule and rule.name, *request))
     if signature is not None:
         signature = None if state is None else (*signature, state.stride())
     known = None if signature is None else KNOWN.get(signature)
@@ -139,8 +142,8 @@ def decode_inputs(inputs: Inputs, where: Slots, request: DecodeRequest) -> Tenso
         checks.check_which_raw(request.raw_gates)
         one = _in_one_dtype(inputs, request.raw_gates in (True, "log_decay"))
         if one is not inputs:
-            return decode_inputs(one, where, request).to(inputs.v.dtype)
-        known = _check_and_choose(inputs, where, request)
+            return decode_inputs(rule, one, where, request).to(inputs.v.dtype)
+        known = _check_and_choose(rule, inputs, where, request)
         if signature is not None:
             KNOWN.put(signature, known)
     chosen, options = known
@@ -190,7 +193,8 @@ def _decode(inputs: Inputs, options: Options, where: Slots, backend: str) -> Ten
 
     if q.device.type == "cpu":  # the interpreter
         rate = activate(None, inputs.beta, None, None, options.beta_scale, raw_gates=options.raw_gates)[1]
-        watch_writes(inputs.k, rate, options.normalize_qk)
+        if options.corrects:
+            watch_writes(inputs.k, rate, options.normalize_qk)
     if any(is_virtual(x) for x in inputs.given().values()):
         inputs = inputs.map(lambda x: in_memory((x,))[0])
     output = pipeline.decode(inputs, Slots(*in_memory(where)), options)
@@ -234,7 +238,8 @@ def _decode_torch(inputs: Inputs, where: Slots, options: Options) -> Tensor:
         options.raw_gates,
     )  # fmt: skip
     log_decay, beta = (None if x is None else x.to(dtype) for x in (log_decay, beta))
-    watch_writes(k, beta, options.normalize_qk)  # before the state is written
+    if options.corrects:
+        watch_writes(k, beta, options.normalize_qk)  # before the state is written
     q, k = q.to(dtype), k.to(dtype)
     if options.normalize_qk:
         q, k = normalize(q), normalize(k)
@@ -291,7 +296,7 @@ def _at_least_4d(x: Tensor) -> Tensor:
 KNOWN: RecentlyUsed[Signature, tuple[str, Options]] = RecentlyUsed(1024)
 
 
-def _check_and_choose(inputs: Inputs, where: Slots, request: DecodeRequest) -> tuple[str, Options]:
+def _check_and_choose(rule: Rule | None, inputs: Inputs, where: Slots, request: DecodeRequest) -> tuple[str, Options]:
     """Check everything about one call except values; return 'torch' or 'triton', and the options."""
     q, v, state, cu_seqlens = inputs.q, inputs.v, inputs.state, inputs.cu_seqlens
     scale, normalize_qk, raw_gates, beta_scale, lower_bound, rounding, backend = request
@@ -302,7 +307,7 @@ def _check_and_choose(inputs: Inputs, where: Slots, request: DecodeRequest) -> t
     for name in inputs.gates():
         if not isinstance(gate := getattr(inputs, name), Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(gate).__name__}")
-    rule = select_rule(inputs)
+    rule = select_rule(inputs) if rule is None else rule
     checks.check_inputs(rule, inputs)
     checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
     checks.check_device("cu_seqlens", cu_seqlens, q)

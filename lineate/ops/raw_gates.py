@@ -8,7 +8,7 @@ from lineate.again import form_of, repeat
 from lineate.call import Inputs, Options, RawGates, Request, in_one_dtype, spread_bias, spread_decay
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.ops.rules import Attended, attend
-from lineate.rule import activate, compute_dtype, decay_of_gate
+from lineate.rule import Rule, activate, compute_dtype, decay_of_gate
 
 
 def decay_gate(
@@ -95,14 +95,24 @@ def fused_delta_rule(
         cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias,
     )  # fmt: skip
     raw = RawGates(raw_decay, raw_beta, beta_scale, lower_bound)
-    return attend_raw(inputs, raw, normalize_qk=normalize_qk, scale=scale, backend=backend)
+    return attend_raw(None, inputs, raw, normalize_qk=normalize_qk, scale=scale, backend=backend)
 
 
 def attend_raw(
-    given: Inputs, raw: RawGates, *, normalize_qk: bool = True, scale: float | None = None, backend: str = "auto"
+    rule: Rule | None,
+    given: Inputs,
+    raw: RawGates,
+    *,
+    normalize_qk: bool = True,
+    scale: float | None = None,
+    backend: str = "auto",
 ) -> Attended[Tensor]:
-    """Run a delta rule whose gates are raw, or some of them; see fused_delta_rule."""
-    form = form_of("fused_delta_rule", given, (*raw, normalize_qk, scale, backend))
+    """Run a rule whose gates are raw, or some of them; see fused_delta_rule.
+
+    rule: its row; None: the one that takes the gates, once they have been checked.
+    """
+    name = "" if rule is None else rule.name
+    form = form_of("fused_delta_rule", given, (name, *raw, normalize_qk, scale, backend))
     repeated = repeat(form, given)
     if repeated is not None:
         return Attended(*repeated)
@@ -111,7 +121,7 @@ def attend_raw(
     if not raw.raw_decay:
         inputs = spread_decay(inputs)
     checks.check_raw_gates(inputs, raw.beta_scale, raw.lower_bound, raw.which)
-    rule = select_rule(inputs)
+    rule = select_rule(inputs) if rule is None else rule
     if inputs.dt_bias is not None and inputs.log_decay is not None:
         inputs = inputs.replace(dt_bias=spread_bias(inputs.dt_bias, inputs.log_decay))
     request = Request(scale, "chunkwise", backend, None, normalize_qk)

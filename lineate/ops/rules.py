@@ -428,7 +428,8 @@ def attention_matrix(
     checks.check_decay(inputs.log_decay)
     checks.check_scale(scale)
     checks.check_flag("normalize_qk", normalize_qk)
-    watch_writes(k, beta, normalize_qk)
+    if rule.corrects:
+        watch_writes(k, beta, normalize_qk)
     options = Options(rule, q.shape[-1] ** -0.5 if scale is None else scale, normalize_qk)
     with full_precision(q):
         return _attention_matrix(inputs, options)
@@ -457,7 +458,8 @@ def attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
     if native:
         return Attended(*native_ops.recurrent(inputs, options))
     checks.check_decay(inputs.log_decay)
-    watch_writes(inputs.k, inputs.beta, options.normalize_qk)
+    if rule.corrects:
+        watch_writes(inputs.k, inputs.beta, options.normalize_qk)
     if plan.backend == "triton":
         from lineate.kernels import ops as kernels  # triton, at its first use
 

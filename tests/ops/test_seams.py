@@ -169,25 +169,25 @@ def test_raw_gates(monkeypatch):
     inputs = drawn(A_log=A_log, dt_bias=torch.zeros(HV))
     assert raw_gates.activated(inputs, RawGates()).dummy is inputs.dummy
     with pytest.raises(ValueError, match="gates must be those of a rule, got log_decay, beta, dummy"):
-        raw_gates.attend_raw(inputs, RawGates())
+        raw_gates.attend_raw(None, inputs, RawGates())
     for name, stand_in in {
         "select_rule": lambda x: GATED_DELTA,
         "check_and_resolve": lambda *x: (dispatch.Plan("", "chunkwise", "torch", 64, ""), None),
         "attend": probe,
     }.items():
         monkeypatch.setattr(raw_gates, name, stand_in)
-    raw_gates.attend_raw(inputs, RawGates())
+    raw_gates.attend_raw(None, inputs, RawGates())
     assert torch.equal(probe.dummies, inputs.dummy)
 
 
 @pytest.mark.parametrize("change", [lambda x: x, lambda x: x.replace(q=x.q.bfloat16())], ids=["plain", "mixed dtypes"])
 def test_decode_refuses_it(change, monkeypatch):
     with pytest.raises(ValueError, match="gates must be those of a rule, got log_decay, beta, dummy"):
-        decoding.decode_inputs(change(drawn()), Slots(), decoding.DecodeRequest())
+        decoding.decode_inputs(None, change(drawn()), Slots(), decoding.DecodeRequest())
     monkeypatch.setattr(decoding, "select_rule", lambda inputs: GATED_DELTA)
     monkeypatch.setattr(checks, "check_inputs", lambda rule, inputs: None)
     with pytest.raises(ValueError, match="dummy must be None for decode"):
-        decoding.decode_inputs(change(drawn()), Slots(), decoding.DecodeRequest())
+        decoding.decode_inputs(None, change(drawn()), Slots(), decoding.DecodeRequest())
 
 
 # packing, and the torch ops
@@ -302,6 +302,7 @@ def test_the_backward_outside_of_autocast_knows_it():
 class Own(LinearMixer):
     """A mixer whose rule has the new field."""
 
+    rule = GATED_DELTA
     gates = ("values", "heads", "heads")
     raw = False
 
@@ -309,9 +310,6 @@ class Own(LinearMixer):
         parameters = {"A_log": torch.zeros(HV), "dt_bias": torch.zeros(HV)} if self.raw else {}
         log_decay, dummy = -gates[1].sigmoid(), gates[2]
         return Wider(q=q, k=k, v=v, log_decay=log_decay, beta=gates[1], dummy=dummy, **parameters)
-
-    def rule_of(self, inputs):
-        return GATED_DELTA
 
 
 @pytest.fixture
@@ -339,7 +337,6 @@ def test_one_token(own, raw, monkeypatch):
     (mixer, x), probe = own, Probe()
     mixer.raw = raw
     monkeypatch.setattr(mixers, "attend", probe)
-    monkeypatch.setattr(mixers, "select_rule", lambda inputs: GATED_DELTA)
     mixer(x[:, :1], Memory({"memory": torch.zeros(B, HV, K, V)}))
     assert torch.equal(probe.dummies, dummy_of(mixer, x)[:, :1])
 
@@ -367,7 +364,7 @@ def test_speculation(own, keep, monkeypatch):
     probe.result = None
     replayed = Probe()
 
-    def decode(inputs, where, request):
+    def decode(rule, inputs, where, request):
         return replayed(inputs).output
 
     monkeypatch.setattr(mixers, "attend", probe)
