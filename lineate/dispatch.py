@@ -8,19 +8,16 @@ import torch
 from torch import Tensor
 
 from lineate import checks, kernels
-from lineate.again import PLAIN_OPTIONS
 from lineate.call import Inputs, Options, Request, in_one_dtype, spread_decay
 from lineate.forms import chunkwise, parallel, recurrent
 from lineate.native import ops as native
 from lineate.native.build import why_not
-from lineate.recent import RecentlyUsed
+from lineate.plans import PLANS, call_signature
 from lineate.rule import RULES, Rule
 from lineate.system.processor import why_wide
 from lineate.torch_ops import flops
-from lineate.torch_ops.tracing import PLAIN_TENSORS, constant_in_graphs, needs_grad, recorded, transformed
+from lineate.torch_ops.tracing import constant_in_graphs, needs_grad, transformed
 from lineate.torch_ops.zeros import read_zeros
-
-Signature = tuple[object, ...]
 
 FORMS = ("auto", "recurrent", "chunkwise", "parallel")
 BACKENDS = ("auto", "torch", "native", "triton")
@@ -252,37 +249,13 @@ def select_rule(inputs: Inputs) -> Rule:
     return found
 
 
-# Plans and options of calls that passed every check, by all that they depend on: decoding makes the same call for every
-# token, and looking at it again would take a fifth of the step.
-KNOWN: RecentlyUsed[Signature, tuple[Plan, Options]] = RecentlyUsed(1024)
-
-
-def call_signature(tensors: tuple[Tensor | None, ...], options: tuple[object, ...]) -> Signature | None:
-    """Return a cache key of all but the tensors' values; None if the call is recorded or has other tensor types."""
-    if recorded():
-        return None
-    types = tuple(map(type, options))
-    if not PLAIN_OPTIONS.issuperset(types):
-        return None
-    parts: list[object] = [torch.is_grad_enabled(), transformed(), *options, *types]
-    for x in tensors:
-        if x is None:
-            parts.append(None)
-        elif type(x) in PLAIN_TENSORS:
-            parts += (x.shape, x.dtype, x.device, x.requires_grad)
-        else:
-            return None
-    return tuple(parts)
-
-
 def check_and_resolve(rule: Rule, inputs: Inputs, request: Request) -> tuple[Plan, Options]:
     """Check everything about one call except the values of its gates; return its plan and its options."""
     signature, bounds = None, inputs.cu_seqlens
     if bounds is None or (isinstance(bounds, Tensor) and bounds.is_cuda):  # on a CPU, every call checks their values
-        signature = call_signature(inputs.tensors(), request)
+        signature = call_signature("op", rule.name, inputs.tensors(), request)
     if signature is not None:
-        signature = (rule.name, *signature)
-        known = KNOWN.get(signature)
+        known: tuple[Plan, Options] | None = PLANS.get(signature)
         if known is not None:
             return known
     q, v, beta, cu_seqlens = inputs.q, inputs.v, inputs.beta, inputs.cu_seqlens
@@ -314,7 +287,7 @@ def check_and_resolve(rule: Rule, inputs: Inputs, request: Request) -> tuple[Pla
     plan = resolve(rule, facts, request)
     options = Options(rule, resolve_scale(request.scale, key_dim), request.normalize_qk, plan.chunk_size)
     if signature is not None:
-        KNOWN.put(signature, (plan, options))
+        PLANS.put(signature, (plan, options))
     return plan, options
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineate.again import Form, remember, undecided
 from lineate.call import Inputs, Options, Slots
 from lineate.kernels import CHUNKWISE_READS, RECURRENT_READS
 from lineate.kernels import pipeline as kernels
@@ -14,6 +13,7 @@ from lineate.kernels.call import CHUNK, aligned, count_slots, dense, in_rows, li
 from lineate.kernels.replaying import Tape
 from lineate.kernels.stages import Gradients
 from lineate.kernels.tape import find, launch, may_replay, replayed
+from lineate.plans import Signature, remember, undecided
 from lineate.torch_ops import chunk_op
 from lineate.torch_ops.chunk_op import Outputs
 from lineate.torch_ops.schema import Flat, declare_call_op
@@ -98,27 +98,27 @@ def chunkwise(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     return _run(inputs, options if options.chunk_size == CHUNK else options._replace(chunk_size=CHUNK))
 
 
-def remember_forward(form: Form | None, given: Inputs, inputs: Inputs, options: Options) -> None:
-    """Let later calls of this form be repeated without gradients, once one is recorded.
+def remember_forward(signature: Signature | None, given: Inputs, inputs: Inputs, options: Options) -> None:
+    """Let later calls with this signature be repeated without gradients, once one is recorded.
 
     Args:
-        form: The form of the call (again.py); None if it cannot be repeated.
+        signature: That of the call (plans.py); None if it cannot be repeated.
         given: The call's own tensors; its state may be None.
         inputs: What it ran with.
         options: Likewise.
     """
-    if form is None or not undecided(form):
+    if signature is None or not undecided(signature):
         return
     state = inputs.state
     assert state is not None
     own = given.given()
     moved = any(own[name].data_ptr() != x.data_ptr() for name, x in inputs.given().items() if name in own)
     if moved or not _read_unchanged(inputs):
-        remember(form, None)  # something is converted or copied first
+        remember(signature, None)  # something is converted or copied first
         return
     known, tape = find("forward", inputs.tensors(), (options._replace(chunk_size=CHUNK), False))
     if known:
-        remember(form, None if tape is None else partial(_repeat_forward, tape, state.shape))
+        remember(signature, None if tape is None else partial(_repeat_forward, tape, state.shape))
 
 
 def _read_unchanged(inputs: Inputs) -> bool:

@@ -17,8 +17,6 @@ from lineate.call import Inputs, Options, Slots, in_one_dtype, spread_decay
 from lineate.dispatch import (
     TRANSFORMED,
     TRITON_WIDTH,
-    Signature,
-    call_signature,
     interpreted,
     resolve_scale,
     select_rule,
@@ -27,7 +25,7 @@ from lineate.forms.stability import watch_writes
 from lineate.kernels import DECODE_READS
 from lineate.ops.rounding import NEAREST, ROUNDINGS, STOCHASTIC, round_memory
 from lineate.ops.slot_checks import check_decode_state, check_seeds, check_slot_values, check_slots
-from lineate.recent import RecentlyUsed
+from lineate.plans import PLANS, call_signature
 from lineate.rule import Rule, activate, compute_dtype, full_precision, normalize, step
 from lineate.torch_ops.schema import Flat, declare_call_op
 from lineate.torch_ops.tracing import constant_in_graphs, in_memory, is_virtual, needs_grad, transformed
@@ -134,10 +132,11 @@ def decode_inputs(rule: Rule | None, inputs: Inputs, where: Slots, request: Deco
     rule: its row; None: the one that takes the gates.
     """
     state = inputs.state
-    signature = call_signature((*inputs.tensors(), *where), (rule and rule.name, *request))
+    name = None if rule is None else rule.name
+    signature = call_signature("decode", name, (*inputs.tensors(), *where), request)
     if signature is not None:
         signature = None if state is None else (*signature, state.stride())
-    known = None if signature is None else KNOWN.get(signature)
+    known: tuple[str, Options] | None = None if signature is None else PLANS.get(signature)
     if known is None:
         checks.check_which_raw(request.raw_gates)
         one = _in_one_dtype(inputs, request.raw_gates in (True, "log_decay"))
@@ -145,7 +144,7 @@ def decode_inputs(rule: Rule | None, inputs: Inputs, where: Slots, request: Deco
             return decode_inputs(rule, one, where, request).to(inputs.v.dtype)
         known = _check_and_choose(rule, inputs, where, request)
         if signature is not None:
-            KNOWN.put(signature, known)
+            PLANS.put(signature, known)
     chosen, options = known
     if signature is not None:
         return _decode(inputs, options, where, chosen)
@@ -289,11 +288,6 @@ def _write(state: Tensor, slots: Tensor, own: Tensor, idle: Tensor | None) -> No
 
 def _at_least_4d(x: Tensor) -> Tensor:
     return x if x.dim() == 4 else x.unsqueeze(-1)
-
-
-# The backend and the options of calls that passed every check, by all that these depend on: decoding makes the same
-# call for every token of every layer.
-KNOWN: RecentlyUsed[Signature, tuple[str, Options]] = RecentlyUsed(1024)
 
 
 def _check_and_choose(rule: Rule | None, inputs: Inputs, where: Slots, request: DecodeRequest) -> tuple[str, Options]:

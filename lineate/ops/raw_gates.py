@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.again import form_of, repeat
 from lineate.call import Inputs, Options, RawGates, Request, in_one_dtype, spread_bias, spread_decay
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.ops.rules import Attended, attend
+from lineate.plans import repeat, repeat_signature
 from lineate.rule import Rule, activate, compute_dtype, decay_of_gate
 
 
@@ -112,8 +112,8 @@ def attend_raw(
     rule: its row; None: the one that takes the gates, once they have been checked.
     """
     name = "" if rule is None else rule.name
-    form = form_of("fused_delta_rule", given, (name, *raw, normalize_qk, scale, backend))
-    repeated = repeat(form, given)
+    signature = repeat_signature("fused_delta_rule", given, (name, *raw, normalize_qk, scale, backend))
+    repeated = repeat(signature, given)
     if repeated is not None:
         return Attended(*repeated)
     inputs = in_one_dtype(given)
@@ -139,7 +139,7 @@ def attend_raw(
         if not raw.raw_decay:
             checks.check_decay(given.log_decay)
         output, final = kernels.chunkwise(inputs, options)
-        kernels.remember_forward(form, given, inputs, options)
+        kernels.remember_forward(signature, given, inputs, options)
     else:
         output, final = attend(rule, activated(inputs, raw), request)
     return Attended(output.to(given.v.dtype), final)

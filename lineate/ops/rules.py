@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.again import form_of, repeat
 from lineate.call import Inputs, Options, Request, in_one_dtype, spread_decay
 from lineate.console.hints import OF_OPS, hinted
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
@@ -40,6 +39,7 @@ from lineate.forms.recurrent import recurrent
 from lineate.forms.stability import watch_writes
 from lineate.native import ops as native_ops
 from lineate.ops.softmax import KeyValueCache, check_cache, softmax
+from lineate.plans import repeat, repeat_signature
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule, compute_dtype, full_precision
 from lineate.rule import normalize as unit
 from lineate.torch_ops.precision import full_precision_backward
@@ -438,8 +438,8 @@ def attention_matrix(
 def attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
     """Check a call of a rule, choose its form and backend, and run it; or repeat an earlier one."""
     given = inputs
-    form = form_of(rule.name, inputs, request)
-    repeated = repeat(form, inputs)
+    signature = repeat_signature(rule.name, inputs, request)
+    repeated = repeat(signature, inputs)
     if repeated is not None:
         return Attended(*repeated)
     inputs = in_one_dtype(inputs)
@@ -466,7 +466,7 @@ def attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
         if plan.form == "recurrent":
             return Attended(*kernels.recurrent(inputs, options))
         attended = Attended(*kernels.chunkwise(inputs, options))
-        kernels.remember_forward(form, given, inputs, options)
+        kernels.remember_forward(signature, given, inputs, options)
         return attended
     run: Form = recurrent if plan.form == "recurrent" else parallel
     if plan.form == "chunkwise":  # inside a transform

@@ -8,7 +8,7 @@ from cases import GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Shape, convert,
 from torch.utils.flop_counter import FlopCounterMode
 
 import lineate
-from lineate import again, rule
+from lineate import plans, rule
 from lineate.call import Inputs, Options, in_one_dtype, spread_decay
 
 RULES = {"GDN": GATED_DELTA, "KDA": KIMI_DELTA, "gated linear": GATED_LINEAR, "linear": LINEAR}
@@ -237,44 +237,45 @@ def test_only_what_is_read_as_it_is_may_be_repeated(change, repeated, monkeypatc
 
 def test_a_call_on_a_cpu_has_no_form():
     x = torch.ones(1, 8, 2, 16)
-    assert again.form_of("linear_attention", Inputs(q=x, k=x, v=x), (None, "auto")) is None
+    assert plans.repeat_signature("linear_attention", Inputs(q=x, k=x, v=x), (None, "auto")) is None
 
 
 @pytest.fixture
 def no_forms():
-    again.forget()
+    plans.forget()
     yield
-    again.forget()
+    plans.forget()
 
 
-def test_forms_are_remembered(no_forms, monkeypatch):
-    """As many as are allowed; the oldest are forgotten."""
-    monkeypatch.setattr(again, "MOST_FORMS", 3)
+def test_signatures_are_remembered(no_forms):
     q = torch.ones(1)
     x = Inputs(q=q, k=q, v=q)
     for n in range(5):
-        assert again.undecided((n,)) and again.repeat((n,), x) is None
-        again.remember((n,), None if n == 3 else lambda inputs, n=n: (inputs.q + n, inputs.q))
-        assert not again.undecided((n,))
-    assert [again.undecided((n,)) for n in range(5)] == [True, True, False, False, False]
-    assert again.repeat((3,), x) is None and again.repeat(None, x) is None
-    found = again.repeat((4,), x)
+        signature = ("repeat", n)
+        assert plans.undecided(signature) and plans.repeat(signature, x) is None
+        plans.remember(signature, None if n == 3 else lambda inputs, n=n: (inputs.q + n, inputs.q))
+        assert not plans.undecided(signature)
+    assert plans.repeat(("repeat", 3), x) is None and plans.repeat(None, x) is None
+    found = plans.repeat(("repeat", 4), x)
     assert found is not None and found[0].item() == 5
-    again.forget()
-    assert again.repeat((4,), x) is None
+    plans.forget("launches")
+    assert not plans.undecided(("repeat", 4))
+    plans.forget("repeat")
+    assert plans.undecided(("repeat", 4))
 
 
 def test_what_is_forgotten_may_remember(no_forms, monkeypatch):
     """A finaliser that runs while a form is forgotten may itself make calls."""
-    monkeypatch.setattr(again, "MOST_FORMS", 1)
+    monkeypatch.setattr(plans.PLANS, "n", 1)
 
     class Run:
         def __call__(self, tensors):
             return None
 
         def __del__(self) -> None:
-            again.remember(("last",), None)
+            plans.remember(("repeat", "last"), None)
 
-    again.remember(("first",), Run())
-    again.remember(("second",), None)
-    assert not again.undecided(("last",))
+    plans.remember(("repeat", "first"), Run())
+    for n in range(2):  # with the second of them the first is forgotten
+        plans.remember(("repeat", n), None)
+    assert not plans.undecided(("repeat", "last"))

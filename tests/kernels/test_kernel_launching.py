@@ -12,6 +12,7 @@ from rule_kernels import MODEL, on_gpu
 from torch_calls import compilations, kernels
 
 import lineate
+from lineate import plans
 
 
 @pytest.mark.parametrize("problem", [None, ValueError, KeyboardInterrupt])
@@ -90,7 +91,7 @@ def test_one_compilation_for_every_batch_and_length(row, packed, monkeypatch):
     before, ahead, compile_ahead = None, {}, chunkwise.compile_ahead
     for kernel in kernels().values():
         kernel.device_caches.clear()
-    monkeypatch.setattr(chunkwise, "COMPILED", set())
+    plans.forget("compiled")
     monkeypatch.setattr(
         chunkwise, "compile_ahead", lambda *args: (compile_ahead(*args), ahead.update(compilations()))[0]
     )

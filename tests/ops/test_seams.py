@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lineate
-from lineate import checks, dispatch
+from lineate import checks, dispatch, plans
 from lineate.call import Inputs, Options, RawGates, Request, Slots, described, in_one_dtype, spread_decay
 from lineate.forms import chunkwise as torch_form
 from lineate.forms.packing import run_chunked, run_packed
@@ -24,7 +24,6 @@ from lineate.layers.trail import trail
 from lineate.ops import decoding, raw_gates, rules
 from lineate.parallel.context.carry import run_rule
 from lineate.parallel.context.segments import Context, Segment, Told
-from lineate.recent import RecentlyUsed
 from lineate.rule import GATED_DELTA, GATED_LINEAR
 from lineate.torch_ops import chunk_op
 from lineate.torch_ops.precision import full_precision_backward
@@ -77,9 +76,11 @@ def every_form_reads(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def no_signatures(monkeypatch):
+def no_plans():
     """Forget what other tests have let the dispatch learn of such calls."""
-    monkeypatch.setattr(dispatch, "KNOWN", RecentlyUsed(8))
+    plans.forget()
+    yield
+    plans.forget()
 
 
 # what the value itself does
@@ -99,7 +100,7 @@ def test_the_value():
 def test_signatures_tell_it_apart():
     inputs = drawn()
     without, other = inputs.replace(dummy=None), inputs.replace(dummy=inputs.dummy.double())
-    found = {dispatch.call_signature(x.tensors(), ()) for x in (inputs, without, other)}
+    found = {plans.call_signature("op", None, x.tensors(), ()) for x in (inputs, without, other)}
     assert len(found) == 3
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 import lineate
+from lineate import plans
 from lineate.call import Inputs
 from lineate.kernels import launching, pipeline
 from lineate.kernels.layers import cached, ops, products, small_products, token
@@ -110,7 +111,7 @@ def ahead(**options: Any) -> None:
 
     gpus.forget()
     gpus.compiled.clear()
-    pipeline.COMPILED.clear()
+    plans.forget("compiled")
     with mock.patch.object(pipeline, "compile_only", compile_first):
         rule(**options)
     late = gpus.compiled[early:]
