@@ -116,6 +116,13 @@ class Inputs:
             dt_bias=dt_bias,
         )  # fmt: skip
 
+    @classmethod
+    def of(cls, tensors: dict[str, Tensor | None]) -> Self:
+        """Return the call with these tensors, which are all fields in their order; the dictionary is kept."""
+        call = object.__new__(cls)
+        object.__setattr__(call, "__dict__", tensors)
+        return call
+
     def replace(self, **changed: Tensor | None) -> Self:
         """Return a copy in which the named tensors are others."""
         for name in changed:

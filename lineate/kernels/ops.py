@@ -19,8 +19,8 @@ from lineate.torch_ops.chunk_op import Outputs
 from lineate.torch_ops.schema import Flat, declare_call_op
 from lineate.torch_ops.zeros import read_zeros
 
-OPTIONS = ("rule", "scale", "normalize_qk", "beta_scale", "raw_decay", "raw_beta", "lower_bound")
-"""The options of the chunkwise op: its chunks have always the same length."""
+OPTIONS = Options._fields
+"""The options of the chunkwise op; its chunks have always the same length."""
 
 
 def _forward(inputs: Inputs, options: Options, outputs: Outputs) -> None:

@@ -204,11 +204,7 @@ def _decode(inputs: Inputs, options: Options, where: Slots, backend: str) -> Ten
     return output
 
 
-_FLAT = Flat(
-    READS["torch"],
-    ("rule", "scale", "normalize_qk", "beta_scale", "raw_decay", "raw_beta", "lower_bound"),
-    places=True,
-)
+_FLAT = Flat(READS["torch"], Options._fields, places=True)
 
 
 def _run_op(*arguments: Any) -> Tensor:

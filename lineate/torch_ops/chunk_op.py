@@ -129,12 +129,10 @@ def register(
 
 def _save(flat, ctx, arguments, output):  # type: ignore[no-untyped-def]
     """Keep what `_differentiate` needs: all tensors but the state, the states that enter each chunk, and options."""
-    tensors = dict(zip(flat.reads, arguments, strict=False))
-    tensors.pop("state")
-    ctx.save_for_backward(output[2], *tensors.values())
+    state = flat.reads.index("state")
+    ctx.save_for_backward(output[2], *arguments[:state], *arguments[state + 1 : flat.count])
     ctx.options = arguments[flat.count : -1]
     ctx.results = [(x.shape, x.dtype) for x in output[:2]]
-    ctx.absent = {name for name, x in tensors.items() if x is None}
 
 
 def _differentiate(flat, backward, ctx, *gradients):  # type: ignore[no-untyped-def]
@@ -146,9 +144,12 @@ def _differentiate(flat, backward, ctx, *gradients):  # type: ignore[no-untyped-
         _zeros(states, shape, dtype) if x is None else x
         for x, (shape, dtype) in zip(gradients[:2], ctx.results, strict=True)
     ]
-    differentiable = [name for name in flat.reads if name in flat.kind.DIFFERENTIABLE]
-    grads = dict(zip(differentiable, backward(*arrived, *saved, *ctx.options), strict=True))
-    found = [None if name in ctx.absent else grads.get(name) for name in flat.reads]
+    grads, given = iter(backward(*arrived, *saved, *ctx.options)), iter(saved[1:])
+    found = []
+    for name in flat.reads:
+        gradient = next(grads) if name in flat.kind.DIFFERENTIABLE else None
+        absent = name != "state" and next(given) is None
+        found.append(None if absent else gradient)
     return *found, *[None] * (len(ctx.options) + 1)
 
 

@@ -30,7 +30,7 @@ class Flat:
 
     Args:
         reads: the fields of Inputs that the op reads; a call that has another one is refused.
-        options: the fields of Options that it takes; others have their defaults inside of it.
+        options: the first fields of Options, those that it takes; the others have their defaults inside of it.
         required: which of those fields are never None, besides q, k and v.
         places: whether it takes Slots.
         kind: the class of the calls.
@@ -47,11 +47,12 @@ class Flat:
     ) -> None:
         self.kind, self.places = kind, Slots._fields if places else ()
         self.reads = tuple(name for name in kind.NAMES if name in reads)
-        self.options = tuple(name for name in Options._fields if name in options)
+        self.options = tuple(options)
+        assert self.options == Options._fields[: len(self.options)], "the options of an op are the first fields"
+        self._absent = dict.fromkeys(kind.NAMES)
         self.count = len(self.reads) + len(self.places)
         """The number of arguments that are tensors or None; they come first."""
         self._required = {*kind.OPERANDS, *required}
-        assert self.options[:1] == ("rule",)
 
     def arguments(self, *, written: Sequence[str] = ()) -> str:
         """Return the arguments as torch.library writes them; `written` tensors are modified in place."""
@@ -65,15 +66,16 @@ class Flat:
         """Return the call as the op's arguments."""
         inputs.refuse_unread(self.reads, f"an op that reads {', '.join(self.reads)}")
         tensors = [getattr(inputs, name) for name in self.reads]
-        numbers = [getattr(options, name) for name in self.options[1:]]
-        return (*tensors, *(where or ()), options.rule.name, *numbers)
+        return (*tensors, *(where or ()), options.rule.name, *options[1 : len(self.options)])
 
     def restore(self, arguments: Sequence[Any]) -> tuple[Inputs, Options]:
         """Return the call of these arguments; those after the options are ignored."""
-        tensors = dict(zip(self.reads, arguments, strict=False))
         row, *numbers = arguments[self.count : self.count + len(self.options)]
-        options = Options(row_of(row), **dict(zip(self.options[1:], numbers, strict=True)))
-        return self.kind(**tensors), options
+        return self.call(arguments), Options(row_of(row), *numbers)
+
+    def call(self, tensors: Sequence[Tensor | None]) -> Inputs:
+        """Return the call of these tensors, which are the first of the op's arguments."""
+        return self.kind.of({**self._absent, **dict(zip(self.reads, tensors, strict=False))})
 
     def slots(self, arguments: Sequence[Any]) -> Slots:
         """Return the places among these arguments."""
@@ -88,12 +90,12 @@ class Flat:
 
 def empty_gradients(inputs: Inputs) -> Inputs:
     """Return room for the gradients of a call's tensors, each in its field; absent ones are None."""
-    bounds = {name: None for name in inputs.NAMES if name not in inputs.DIFFERENTIABLE}
-    return inputs.replace(**bounds).map(_empty)
-
-
-def _empty(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
+    found: dict[str, Tensor | None] = dict.fromkeys(inputs.NAMES)
+    for name in inputs.DIFFERENTIABLE:
+        x = getattr(inputs, name)
+        if x is not None:
+            found[name] = x.new_empty(x.shape)
+    return inputs.of(found)
 
 
 def gradient_tuple(flat: Flat, grads: Inputs) -> tuple[Tensor, ...]:
