@@ -45,6 +45,23 @@ def check_inputs(rule: Rule, inputs: Inputs) -> None:
                 f"or (b, t, hv, v) = {(b, t, hv, value_dim)}, got {tuple(beta.shape)}"
                 + _gate_hint("beta", beta, allowed)
             )
+    _check_other_gates(rule, inputs)
+
+
+def _check_other_gates(rule: Rule, inputs: Inputs) -> None:
+    """Check the gates of a rule that have no check of their own against the shapes that their fields have."""
+    b, t, hv, value_dim = inputs.v.shape
+    sizes = {"b": b, "t": t, "hv": hv, "v": value_dim, "k": inputs.q.shape[-1]}
+    for field in inputs.FIELDS:
+        if field.name not in rule.gates or field.name in ("log_decay", "beta"):
+            continue
+        gate = getattr(inputs, field.name)
+        _check_tensor(field.name, gate, inputs.q, missing=f"{rule.name} takes it for each token")
+        allowed = {letters: tuple(sizes[x] for x in letters.split()) for letters in field.shapes}
+        if tuple(gate.shape) not in allowed.values():
+            wanted = " or ".join(f"({', '.join(letters.split())}) = {shape}" for letters, shape in allowed.items())
+            hint = _gate_hint(field.name, gate, list(allowed.values()))
+            raise ValueError(f"{field.name} must have shape {wanted}, got {tuple(gate.shape)}{hint}")
 
 
 def check_one_rate(beta: Tensor | None) -> None:

@@ -24,7 +24,7 @@ from lineate.layers.trail import trail
 from lineate.ops import decoding, raw_gates, rules
 from lineate.parallel.context.carry import run_rule
 from lineate.parallel.context.segments import Context, Segment, Told
-from lineate.rule import GATED_DELTA, GATED_LINEAR
+from lineate.rule import GATED_DELTA, GATED_LINEAR, Rule
 from lineate.torch_ops import chunk_op
 from lineate.torch_ops.precision import full_precision_backward
 from lineate.torch_ops.schema import Flat
@@ -131,6 +131,22 @@ def test_a_rule_without_it_refuses_it():
         rules.attend(GATED_DELTA, drawn(), Request())
     with pytest.raises(ValueError, match="gates must be those of a rule, got log_decay, beta, dummy"):
         dispatch.select_rule(drawn())
+
+
+WITH_DUMMY = Rule("with_dummy", corrects=True, decays=("head",), gates=("log_decay", "beta", "dummy"))
+
+
+@pytest.mark.parametrize(("change", "error", "message"), [
+    (lambda x: None, TypeError, "dummy must be a torch.Tensor, got NoneType; with_dummy takes it for each token"),
+    (lambda x: x[:, 1:], ValueError, r"dummy must have shape \(b, t, hv\) = \(2, 20, 2\), got \(2, 19, 2\)"),
+    (lambda x: x.long(), ValueError, "dummy must be float64, float32, bfloat16 or float16, got int64"),
+    (lambda x: x.transpose(1, 2), ValueError, "dummy must have shape .* got .*transpose"),
+    (lambda x: x, ValueError, "no form can serve this call: form 'recurrent' does not read dummy"),
+])  # fmt: skip
+def test_a_rule_with_it_checks_its_field(change, error, message):
+    inputs = drawn()
+    with pytest.raises(error, match=message):
+        rules.attend(WITH_DUMMY, inputs.replace(dummy=change(inputs.dummy)), Request())
 
 
 # the ops
