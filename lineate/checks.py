@@ -35,7 +35,7 @@ def check_inputs(rule: Rule, inputs: Inputs) -> None:
             wanted = " or ".join(f"{letters[d]} = {shapes[d]}" for d in rule.decays if d != "none")
             remedy = _decay_remedy(rule, log_decay, shapes) or _gate_hint("log_decay", log_decay, allowed)
             raise ValueError(f"log_decay must have shape {wanted}, got {tuple(log_decay.shape)}{remedy}")
-    if beta is not None or rule.corrects:
+    if "beta" in rule.gates:
         _check_tensor("beta", beta, q, missing=f"to write at full rate pass torch.ones{(b, t, hv)}")
         assert beta is not None
         allowed = [(b, t, hv), (b, t, hv, value_dim)]

@@ -141,7 +141,7 @@ class Trace:
         if rule.decays == ("channel",) and decay.dim() == 2:
             decay = decay[..., None].expand(*decay.shape, self.k.shape[-1])
         beta = None
-        if rule.corrects:
+        if "beta" in rule.gates:
             beta = self.v.new_ones(self.v.shape[:2]) if self.beta is None else self.beta
         k = F.normalize(self.k, dim=-1) if rule.corrects else self.k
         return replace(self, k=k, log_decay=decay if "log_decay" in rule.gates else None, beta=beta, row=rule)
