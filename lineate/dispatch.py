@@ -34,7 +34,7 @@ RECURRENT_UP_TO = 8
 
 READS = {
     ("recurrent", "torch"): recurrent.READS,
-    ("chunkwise", "torch"): chunkwise.READS,
+    ("chunkwise", "torch"): tuple({*chunkwise.READS, *parallel.READS}),  # of the parallel form, chunk by chunk
     ("parallel", "torch"): parallel.READS,
     ("recurrent", "native"): native.READS,
     ("chunkwise", "native"): native.READS,

@@ -61,7 +61,7 @@ class LinearMixer(nn.Module):
     """
 
     gates: ClassVar[tuple[str, ...]]
-    """The width of each gate: "values" is hv*v, "heads" is hv, and the others are ranks."""
+    """The width of each gate: "values" is hv*v, "keys" is hv*k, "heads" is hv, and the others are ranks."""
     options: ClassVar[tuple[str, ...]] = ()
     """Constructor arguments beyond those that all mixers share; LinearConfig has fields of the same names."""
     normalize_qk: ClassVar[bool] = False
@@ -111,6 +111,7 @@ class LinearMixer(nn.Module):
         self.gate_rank, self.gate_bias = value_dim if gate_rank is None else gate_rank, gate_bias
         widths = {
             "values": 0 if gate_activation == "none" else value_heads * value_dim, "heads": value_heads,
+            "keys": value_heads * key_dim,
             "decay_rank": self.decay_rank or value_heads * key_dim,
             "gate_rank": self.gate_rank or value_heads * value_dim,
         }  # fmt: skip

@@ -31,6 +31,7 @@ from lineate import checks
 from lineate.call import Inputs, Options, Request, in_one_dtype, spread_decay
 from lineate.console.hints import OF_OPS, hinted
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
+from lineate.forms.chunkwise import READS as CHUNKWISE_READS
 from lineate.forms.chunkwise import chunkwise
 from lineate.forms.packing import Form, run_chunked, run_packed
 from lineate.forms.parallel import attention_matrix as _attention_matrix
@@ -452,11 +453,10 @@ def attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
     if inputs.state is None:
         q, v, shared = inputs.q, inputs.v, plan.backend == "triton"
         inputs = inputs.replace(state=empty_state(q, v, inputs.cu_seqlens, compute_dtype(v.dtype), shared=shared))
-    native = plan.backend == "native"
-    if plan.form == "chunkwise" and plan.backend != "triton" and not transformed():
-        return Attended(*(native_ops.chunkwise if native else chunkwise)(inputs, options))
-    if native:
-        return Attended(*native_ops.recurrent(inputs, options))
+    if plan.backend == "native":
+        return Attended(*(native_ops.chunkwise if plan.form == "chunkwise" else native_ops.recurrent)(inputs, options))
+    if plan.form == "chunkwise" and plan.backend == "torch" and not transformed() and _chunkwise_reads(rule):
+        return Attended(*chunkwise(inputs, options))
     checks.check_decay(inputs.log_decay)
     if rule.corrects:
         watch_writes(inputs.k, inputs.beta, options.normalize_qk)
@@ -469,9 +469,14 @@ def attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
         kernels.remember_forward(signature, given, inputs, options)
         return attended
     run: Form = recurrent if plan.form == "recurrent" else parallel
-    if plan.form == "chunkwise":  # inside a transform
+    if plan.form == "chunkwise":  # inside a transform, or for a rule whose chunks are not written by hand
         run = partial(run_chunked, run)
     return Attended(*_attend_torch(run, inputs, options))
+
+
+def _chunkwise_reads(rule: Rule) -> bool:
+    """Whether the chunkwise form that is written by hand knows all gates of a rule."""
+    return all(name in CHUNKWISE_READS for name in rule.gates)
 
 
 @full_precision_backward

@@ -181,6 +181,14 @@ def test_the_chunkwise_form_gets_it(module, backend, monkeypatch, every_form_rea
     assert torch.equal(probe.dummies, inputs.dummy)
 
 
+def test_a_rule_without_chunks_of_its_own_runs_the_parallel_form_chunk_by_chunk(monkeypatch):
+    monkeypatch.setattr(dispatch, "READS", {key: (*reads, "dummy") for key, reads in dispatch.READS.items()})
+    inputs, probe = drawn(), Probe()
+    monkeypatch.setattr(rules, "parallel", probe)
+    rules.attend(WITH_DUMMY, inputs, Request(form="chunkwise", backend="torch", chunk_size=8))
+    assert torch.equal(probe.dummies, inputs.dummy) and len(probe.calls) == 3
+
+
 def test_raw_gates(monkeypatch):
     A_log, probe = torch.zeros(HV), Probe()
     inputs = drawn(A_log=A_log, dt_bias=torch.zeros(HV))
