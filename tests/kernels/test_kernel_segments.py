@@ -208,8 +208,8 @@ def test_the_chain_finds_the_cuts_of_every_packed_sequence(chunks, sizes, rule, 
     lengths = [max(0, CHUNK * n - 3) for n in chunks]
     q, v = (torch.zeros(1, sum(lengths), hv, n, dtype=dtype, device=path.device) for n in (K, V))
     beta = torch.zeros(1, sum(lengths), hv, device=path.device)
-    inputs = lineate.call.Inputs(q, q, v, None, beta, None, bounds(lengths).to(path.device))
-    made = call.make_call(inputs, lineate.call.Options(True, 1.0, False), cutting)
+    inputs = lineate.call.Inputs(q, q, v, beta=beta, cu_seqlens=bounds(lengths).to(path.device))
+    made = call.make_call(inputs, lineate.call.Options(lineate.rule.DELTA, 1.0, False), cutting)
     cuts = [cutting.count_segments(n) - 1 for n in chunks]
     if not made.sequences.cuts:
         assert not any(cuts)

@@ -61,9 +61,8 @@ def test_a_trace_gives_the_output_of_the_rule(letter):
     caught = []
     mixer.norm.register_forward_pre_hook(lambda norm, inputs: caught.append(inputs[0]))
     _, state = mixer(x)
-    tensors = [y for y in found[:5] if y is not None]
     options = {"feature_map": "identity", "normalize": True} if letter == "L" else {}
-    output, memory = getattr(lineate, kind.rule or kind.name)(*tensors, **options)
+    output, memory = getattr(lineate, kind.rule or kind.name)(**found.given(), **options)
     torch.testing.assert_close(output, caught[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(memory, state["memory"], rtol=1e-4, atol=1e-5)
     if kind.name.endswith("rule") or letter == "K":
