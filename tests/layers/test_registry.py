@@ -80,6 +80,8 @@ def test_rows_declare_their_steps(letter):
         ),
         ({"columns": ("gate", "gate", "decay", "write")}, "columns must have each of decay, gate, write once"),
         ({"decay_gate": "none"}, "decay_gate must be 'none' if decay is, and only then, got 'none' with 'head'"),
+        ({"skips": True}, "skips must be left out with gated_delta_rule: steps compute it for rules that accumulate"),
+        ({"decay_gate": "step"}, "decay_gate 'step' must be left out with gated_delta_rule"),
     ],
 )
 def test_a_step_is_checked(changes, message):
