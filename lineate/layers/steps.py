@@ -149,7 +149,8 @@ def _serves_mixer(norm: RMSNorm, mixer: LinearMixer, spec: StepSpec) -> bool:
     parts = [norm, mixer, mixer.in_proj, mixer.norm, mixer.out_proj, *([] if mixer.conv is None else [mixer.conv])]
     if mixer.context is not None or mixer.in_proj.bias is not None or mixer.norm.activation == "none":
         return False
-    if spec.divides or not _are_bare(*parts):
+    mapped = spec.features == "map" and mixer.feature_map != "identity"
+    if spec.divides or mapped or not _are_bare(*parts):
         return False
     if mixer.conv is not None and mixer.conv.weight.shape[1] not in SIZES:
         return False
