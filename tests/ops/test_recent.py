@@ -85,6 +85,7 @@ def test_ops_after_many_signatures(monkeypatch):
     assert len(dispatch.KNOWN) <= 2 * dispatch.KNOWN.n
 
 
+@pytest.mark.cover
 def test_decode_after_many_signatures(monkeypatch):
     calls = checked(monkeypatch, decoding, "resolve_scale")
     x, state = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)
