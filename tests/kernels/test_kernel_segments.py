@@ -76,6 +76,7 @@ def test_segments(row, path, cuts):
     check(row, convert(draw(row, shape, "reset -50" if row.decay != "none" else "ordinary"), path.dtype), path)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", slow_but(ROWS, (KIMI_DELTA, GATED_DELTA)), ids=str)
 def test_segments_of_packed_sequences(row, path, cuts):
@@ -147,6 +148,7 @@ def each_sequence(row: Row, parts: list[Inputs], path: Path, packed: bool) -> li
     ]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("row", slow_but([GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
 def test_a_cut_sequence_has_the_same_bits_alone_in_a_batch_and_packed(row, path, cuts):

@@ -124,6 +124,7 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("config", CONFIGS)
 def test_measured_costs_are_the_counted_ones(config):
     model = Sizes(32)

@@ -96,6 +96,7 @@ def test_ops_after_many_signatures(monkeypatch, few_plans):
     assert len(PLANS) <= 2 * PLANS.n
 
 
+@pytest.mark.cover
 def test_decode_after_many_signatures(monkeypatch, few_plans):
     calls = checked(monkeypatch, decoding, "resolve_scale")
     x, state = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)
