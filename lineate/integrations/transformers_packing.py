@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""How flash attention names the boundaries of packed sequences."""
+"""The names of the boundaries of packed sequences in flash attention."""
 NOT_EMPTY = (
     "past_key_values must be empty for packed sequences (cu_seq_lens_q), got one that has seen tokens; "
     "pass a new cache, or one sequence a row"
