@@ -1,7 +1,7 @@
-"""Fills one tensor, plain or small, from pieces of a checkpoint.
+"""Fills one tensor, plain or quantised, from pieces of a checkpoint.
 
-A weight that becomes small is read, rounded and released a few rows at a time, or a matrix at a time if its pieces need
-that; no more than one matrix is in memory beside what stays.
+A weight to quantise is read, rounded and released a few rows at a time, or a matrix at a time if its pieces need that;
+no more than one matrix is in memory in addition to the result.
 """
 
 import math
@@ -25,7 +25,7 @@ KEPT_FLOAT32 = {"A_log", "dt_bias", "router_bias"}
 OWN_PAGES = 2**18
 """A tensor of at least this many bytes gets memory pages of its own."""
 AT_ONCE = 2**22
-"""Elements of a weight that are read at a time, if it becomes small and its rows can be read apart."""
+"""Elements read at a time of a weight to quantise whose rows can be read separately."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Reordered:
-    """Takes rows in another order, which codes and their scales can follow.
+    """Takes rows in another order; codes and their scales can be reordered in the same way.
 
     Args:
         run: changes `rows columns`, for any number of columns.
@@ -62,8 +62,8 @@ class Narrow:
     """Takes some indices of one dimension.
 
     Args:
-        before: what changes the stored rows first; None: nothing.
-        shape: what the rows are seen as.
+        before: applied to the stored rows first; None: nothing.
+        shape: the view of the rows.
         axis: the dimension.
         first: the first index.
         count: how many.
@@ -83,14 +83,14 @@ class Narrow:
 def allocate(
     name: str, like: Tensor, dtype: torch.dtype, device: torch.device | str, form: Format | None = None
 ) -> Tensor:
-    """Return an empty tensor for a model's parameter or buffer: plain, or small in this format.
+    """Return an empty tensor for a model's parameter or buffer: plain, or quantised in this format.
 
     Args:
         name: of the parameter or buffer.
         like: a tensor of its shape, on the meta device.
         dtype: of floating tensors, except those that stay float32.
         device: where it is made.
-        form: the format of a weight that becomes small.
+        form: the format of a quantised weight.
     """
     if form is None:
         return _empty(like.shape, dtype=dtype_of(name, like, dtype), device=torch.device(device))
@@ -130,12 +130,12 @@ def box_of(into: tuple[int | slice, ...], shape: tuple[int, ...]) -> list[tuple[
 def fill(
     checkpoint: Checkpoint, pieces: Sequence[Piece], made: Tensor, advance: Callable[[int], None] = lambda nbytes: None
 ) -> None:
-    """Fill a tensor with pieces of a checkpoint; a small weight needs all its pieces at once.
+    """Fill a tensor with pieces of a checkpoint; a quantised weight needs all its pieces at once.
 
     Args:
         checkpoint: where they are read.
-        pieces: of this tensor; a plan that check_plan has passed.
-        made: what `allocate` returned.
+        pieces: of this tensor, from a plan checked by check_plan.
+        made: the result of `allocate`.
         advance: called with the number of bytes that were read.
     """
     if isinstance(made, SmallWeight) and made.scales is not None:
@@ -166,7 +166,7 @@ def _read(checkpoint: Checkpoint, piece: Piece, part: Tensor) -> None:
 def _fill_small(
     checkpoint: Checkpoint, pieces: Sequence[Piece], small: SmallWeight, advance: Callable[[int], None]
 ) -> None:
-    """Fill a weight of 8 or 4 bits; codes that are stored in its format are taken as they are."""
+    """Fill a weight of 8 or 4 bits; codes that are stored in its format are copied."""
     shape, source = tuple(small.shape), checkpoint.entries[pieces[0].source]
     as_stored = len(pieces) == 1 and pieces[0].rows is None and pieces[0].take is None and source.shape == shape
     tiled = isinstance(checkpoint, TiledCheckpoint) and checkpoint.kept_as(pieces[0].source) == small.format.name
@@ -200,7 +200,7 @@ class _Rows:
     """The first row of the matrix that it fills."""
     last: int
     apart: bool
-    """Whether its rows are rows of the source, which can be read apart."""
+    """Whether its rows are rows of the source, which can be read separately."""
 
 
 def _by_expert(pieces: Sequence[Piece], shape: tuple[int, ...]) -> list[list[Piece]]:
@@ -239,7 +239,7 @@ def _as_rows(pieces: Sequence[Piece], shape: tuple[int, ...]) -> list[_Rows] | N
 def _fill_rows(
     checkpoint: Checkpoint, parts: Sequence[_Rows], small: SmallWeight, advance: Callable[[int], None]
 ) -> None:
-    """Fill a small matrix from pieces of whole rows, about AT_ONCE elements at a time."""
+    """Fill a quantised matrix from pieces of whole rows, about AT_ONCE elements at a time."""
     (rows, columns), form = small.shape, small.format
     step = max(TILE, AT_ONCE // columns // TILE * TILE) if all(part.apart for part in parts) else rows
     for at in range(0, rows, step):
@@ -259,7 +259,7 @@ def _fill_rows(
 
 
 def _keeps_groups(piece: Piece, group: int) -> bool:
-    """Whether a piece has whole groups of the stored rows, whose codes can be taken as they are."""
+    """Whether a piece has whole groups of the stored rows, whose codes can be copied."""
     if not isinstance(cut := piece.take, Narrow):
         return piece.take is None or isinstance(piece.take, Reordered)
     whole = cut.first % group == 0 and (cut.count % group == 0 or cut.first + cut.count == cut.shape[cut.axis])
