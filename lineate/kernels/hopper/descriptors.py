@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-SHARED = 232448  # bytes of shared memory that a program may have on sm_90
+SHARED = 232448  # the most bytes of shared memory of a program on sm_90
 
 _FIELDS = len(TensorDescriptor.__dataclass_fields__)
 

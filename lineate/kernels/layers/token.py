@@ -1,12 +1,12 @@
-"""One token a row of a linear mixer, and of attention: what lies between their projections, without gradients.
+"""One token per row of a linear mixer, or of attention: the operations between the projections, without gradients.
 
 A linear mixer with raw gates takes one launch, a program a row and value head with its whole memory in registers:
 
     S' = Diag(exp(decay_of_gate(a + dt_bias))) S             r = beta_scale sigmoid(b) (v - S'^T k)
     S  = S' + k r^T                                          y = norm(scale S^T q) act(z)
 
-Attention takes one launch that norms and turns queries and keys, and writes keys and values into the caches; then
-cached.py reads them.
+Attention takes one launch that normalizes and rotates queries and keys, and writes keys and values into the caches;
+then cached.py reads them.
 """
 
 import torch
@@ -23,7 +23,7 @@ from lineate.kernels.portable.gates import decay_of_gate
 from lineate.kernels.portable.rounding import round_nearest, round_stochastic, seed_of_head
 
 MOST_STATE = 128 * 128
-"""The most numbers of a head's memory that a program has in registers."""
+"""The most elements of a head's memory that a program has in registers."""
 FEW_ROWS = 4
 """Up to this many rows `mix` runs, which takes less time than `decode` and a norm at one row, and more at 32 (H200)."""
 
@@ -114,7 +114,7 @@ def mix(
         eps: Of the norm.
         silu: Whether the activation is silu; otherwise it is the sigmoid.
         beta_scale: beta lies in (0, beta_scale).
-        scale: Multiplies what is read.
+        scale: Multiplies the output.
         lower_bound: Of log_decay, or None.
         seeds: `rows`, int: rounds a bfloat16 memory stochastically; None: to the nearest.
     """
@@ -137,7 +137,7 @@ def mix(
 
 
 def serves_memory(state: Tensor) -> bool:
-    """Whether `mix` takes this memory, `rows hv k v`."""
+    """Whether `mix` supports this memory, `rows hv k v`."""
     key_dim, value_dim = state.shape[-2:]
     return (
         next_power(key_dim) * next_power(value_dim) <= MOST_STATE
@@ -157,7 +157,7 @@ def _entered(
     source, norm, frequencies, position, eps, SIZE: tl.constexpr, HALF: tl.constexpr, BD: tl.constexpr,
     SHIFT: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Return a head's query or key after its norm and its turn; rounded in between, as between two launches."""
+    """Return a head's query or key after its norm and its rotation; rounded in between, as between two launches."""
     d = tl.arange(0, BD)
     has = d < SIZE
     x = tl.load(source + d, mask=has, other=0.0).to(tl.float32)
@@ -167,7 +167,7 @@ def _entered(
     x = x.to(dtype).to(tl.float32)
     if HALF:
         turns = d < 2 * HALF
-        other = tl.where(d < HALF, d + HALF, d - HALF)  # the channel that turns with this one
+        other = tl.where(d < HALF, d + HALF, d - HALF)  # the other channel of the rotated pair
         partner = tl.load(source + other, mask=turns, other=0.0).to(tl.float32)
         if norm is not None:
             partner *= _factor(norm, other, turns, inverse, SHIFT)
@@ -193,7 +193,7 @@ def place_token(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    at = tl.load(lengths + row)  # this token's place
+    at = tl.load(lengths + row)  # this token's position
     there = (at >= 0) & (at < capacity)
     place = row * cache_row + at * cache_token
     if unit >= HEADS + KV:
@@ -220,17 +220,17 @@ def place(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """Norm and turn one token a row, write its key and value after the others, and return the query `rows 1 heads d`.
+    """Normalize and rotate one token per row, write its key and value, and return the query `rows 1 heads d`.
 
     Args:
         q: `rows 1 heads d`.
         k: `rows 1 kv d`.
         v: `rows 1 kv d`.
         norms: The weights `d` of the RMSNorms of q and of k, their eps, and whether they are zero-centred.
-        frequencies: The angles by which pairs of channels turn with every token, float32 `n`; None: nothing turns.
-        lengths: How many tokens each row has, without this one, int64 `rows`.
-        keys: Where the keys are, `rows n kv d`; it is changed.
-        values: Where the values are, `rows n kv d`; it is changed.
+        frequencies: The angles by which pairs of channels rotate per token, float32 `n`; None: no rotation.
+        lengths: The number of tokens of each row, without this one, int64 `rows`.
+        keys: The key cache `rows n kv d`, which is written.
+        values: The value cache `rows n kv d`, which is written.
     """
     rows, _, heads, size = q.shape
     kv = k.shape[2]

@@ -140,7 +140,7 @@ def _linear(c: Contents, config: dict[str, Any], source: str, target: str) -> di
     tiled = c.architecture != "qwen3next" and h != hv
 
     def heads(width: int, first: int = 0) -> Spans:
-        """Return where the value heads begin and end, in lineate's order, for heads of `width` rows from row `first`."""
+        """Return the bounds of the value heads in lineate's order, from row `first` on, with `width` rows each."""
         share = hv // h
         order = [j * h + i for i in range(h) for j in range(share)] if tiled else range(hv)
         return [(first + n * width, first + (n + 1) * width) for n in order]
