@@ -162,7 +162,7 @@ class Stages(Protocol):
 
     @staticmethod
     def makes_beside(inputs: Inputs, options: Options) -> bool:
-        """Whether scores are computed during a walk that leaves multiprocessors idle, so that few segments do not help."""
+        """Whether scores are computed during a walk that leaves multiprocessors idle; few segments do not help then."""
 
     def variant(self) -> tuple[object, ...]:
         """Return the keys of the compiled kernels other than the shapes and dtypes of a call."""

@@ -59,8 +59,7 @@ def _make_all(
     GATED: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, PACKED: gl.constexpr,
     UP: gl.constexpr, LINK: gl.constexpr,
 ):  # fmt: skip
-    
-    """Compute P and T of the items of a group of warps, up or down from one. room: buffers and barriers of all groups."""
+    """Compute P and T of the items of a group of warps, up or down from one. room: the buffers of all groups."""
     acc: gl.constexpr = ACC
     small: gl.constexpr = SMALL
     row: gl.constexpr = gl.SliceLayout(1, acc)
@@ -302,8 +301,9 @@ def head_scores(
     q, k: descriptors of [64, K]; P, T: of [64, 64]; vectors: of factors, [4, 64]; keys, inverses: k and T themselves.
     items: slots H. used: the number of slots that have a chunk, to compute only these.
     wild `slot hv`, unless K is 128: the first wild row, or 64; another launch computes those rows.
-    made `slot hv`: 0, gets a 1 for each chunk and head that is written, if the walk runs in parallel with this launch; then K is 128, and the rule corrects. UP: the first chunks are computed first, otherwise the last ones, so that a forward walk
-    that follows finds the first ones in the cache.
+    made `slot hv`: 0, gets a 1 for each chunk and head that is written, if the walk runs in parallel with this launch;
+    then K is 128, and the rule corrects. UP: the first chunks are computed first, otherwise the last ones, so that a
+    forward walk that follows finds the first ones in the cache.
     """
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     W: gl.constexpr = 1 if made is None else WORKERS
