@@ -209,7 +209,7 @@ def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
         fontsize=12.5,
     )
     figure.supxlabel("whose value is read", fontsize=11.5)
-    figure.supylabel("who reads (below the line: queries)", fontsize=11.5)
+    figure.supylabel("reading token (below the line: queries)", fontsize=11.5)
 
 
 def _draw_model(figure: "SubFigure", found: Numbers) -> None:

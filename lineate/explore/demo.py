@@ -65,7 +65,7 @@ def run_demo(out: Path, *, seed: int = 0, quick: bool = False, console: Console 
         )
 
         stage.title("1  Many pairs in one memory")
-        stage.say("All pairs share one matrix. Look at the error as pairs are added, and as they are told again.")
+        stage.say("All pairs share one matrix. Look at the error as pairs are added, and as they are repeated.")
         filled = recall.interference(setting, stage.begin("filling the memories"))
         stage.show(tables.interference_table(filled), findings.interference_findings(filled))
         stage.note("All gates are open here: gated linear = linear, and Gated DeltaNet = Kimi Delta = DeltaNet.")

@@ -40,7 +40,7 @@ def label_tokens(axes: "Axes", words: Sequence[str], points: float, both: bool =
     places = range(1, len(words) + 1, int(every))
     glyphs = _glyphs()
     labels = [cut(visible(words[place - 1], glyphs)) for place in places]
-    narrow = max(map(len, labels)) == 1  # these fit beside each other
+    narrow = max(map(len, labels)) == 1  # these fit next to each other
     look: dict[str, Any] = {"fontsize": size, "family": FONT_FAMILY, "parse_math": False}
     axes.set_xticks(places, labels, rotation=0 if narrow else 90, **look)
     if both:

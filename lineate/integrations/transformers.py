@@ -41,7 +41,7 @@ class EnableReport:
         lines = [f"transformers {self.version}: {len(self.families)} families {self.action}"]
         width = max(map(len, (*self.families, *self.skipped)), default=0)
         lines += [f"  {name:{width}}  {', '.join(functions)}" for name, functions in self.families.items()]
-        lines += [f"  {name:{width}}  left as it is: {why}" for name, why in self.skipped.items()]
+        lines += [f"  {name:{width}}  unchanged: {why}" for name, why in self.skipped.items()]
         return "\n".join(lines)
 
 

@@ -55,7 +55,7 @@ class LayerFlops:
         return self._operations.mixing(self.config.part(self._kind), tokens, convention)
 
     def mixing_one(self, context: int, convention: str = "executed") -> int:
-        """Return the same for one token after so many."""
+        """Return the same for one token after `tokens` others."""
         return self._operations.mixing_one(self.config.part(self._kind), context, convention)
 
     @property

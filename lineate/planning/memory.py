@@ -1,4 +1,4 @@
-"""Bytes of a model as they are allocated: weights, and the state of each sequence.
+"""The allocated bytes of a model: weights, and the state of each sequence.
 
 Nothing is estimated: the model is made without memory for its tensors (on torch's meta device), and its own parameters
 and state_spec are added up.

@@ -273,7 +273,7 @@ RELATIVES = {
     ),
     "second-state": Relative(
         "a second state",
-        "It keeps another array beside S from token to token (momentum, a sum of keys, a covariance); the rows of the "
+        "It keeps another array besides S from token to token (momentum, a sum of keys, a covariance); the rows of the "
         "table keep S alone. lineate.memory has such rules: Titans has momentum, least_squares a covariance.",
         "depends on both states",
     ),

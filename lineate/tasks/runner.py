@@ -309,10 +309,10 @@ class Watcher(Protocol):
         """Show a line."""
 
     def step(self, cell: Cell, steps: int) -> None:
-        """Note that a cell has taken so many steps."""
+        """Record the number of steps that a cell has taken."""
 
     def finish(self, cell: Cell) -> None:
-        """Note that a cell is trained and tested."""
+        """Record that a cell is trained and tested."""
 
 
 def run_cells(

@@ -108,7 +108,7 @@ def load_distributed(
         if names != saved:
             raise CheckpointError(
                 f"{path}: expected an optimizer with {len(names)} groups of {[len(x) for x in names]} parameters, got "
-                f"{len(saved)} of {[len(x) for x in saved]}; make the optimizer as it was when the checkpoint was saved"
+                f"{len(saved)} of {[len(x) for x in saved]}; create the same optimizer as when the checkpoint was saved"
             )
         for name, (shape, dtype) in found.items():
             if name.startswith("optimizer."):

@@ -96,7 +96,7 @@ class TokenView:
     def unigram_entropy(self) -> float:
         """Return the entropy of the tokens, in nats: the loss of a model that knows only how frequent each token is.
 
-        The first token of a document does not count, as it is never predicted.
+        The first token of a document does not count, because it is never predicted.
         """
         layout = JoinedSpans(self.starts, self.lengths)
         counts = -np.bincount(self.tokens[self.starts], minlength=1 << 16)

@@ -40,7 +40,7 @@ class Reading:
     ids: Tensor
     """`t`."""
     words: tuple[str, ...]
-    """The tokens as they are shown."""
+    """The displayed texts of the tokens."""
     model: HybridLM
     """The copy that read it."""
     changes: Mapping[int, Change]
@@ -153,7 +153,7 @@ class OpenModel:
         return Reading(tokens[0], words, model, changes, inputs, logits.float().log_softmax(-1))
 
     def word(self, token: int) -> str:
-        """Return a token as it is shown.
+        """Return the displayed text of a token.
 
         Args:
             token: Its number.

@@ -19,7 +19,7 @@ def layout(columns: int, bits: int) -> Any:
 
 
 def describe(x: Tensor, rows: int, columns: int, stride: int, box: list[int]) -> Any:
-    """Describe x as [rows, columns], rows `stride` apart, cut into boxes.
+    """Describe x as [rows, columns] with a row stride of `stride`, cut into boxes.
 
     This skips the checks of TensorDescriptor, because HopperStages.takes_call has already made them.
     """

@@ -119,7 +119,7 @@ def multiply_few(
         acc = acc * _sigmoid(acc) * up
     found = gl.convert_layout(acc, along)
     if CHANNELS:
-        x0 = found.to(past.dtype.element_ty).to(gl.float32)  # as it is kept
+        x0 = found.to(past.dtype.element_ty).to(gl.float32)  # rounded as in the state
         sums += x0 * newest
         found = gl.where(n < CHANNELS, sums * _sigmoid(sums), x0)
         gl.store(at + (SIZE - 2), x0.to(past.dtype.element_ty), mask=moves)

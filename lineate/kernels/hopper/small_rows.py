@@ -354,7 +354,7 @@ def multiply_small_rows(
     if bias is not None:
         found += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)
     if CHANNELS:
-        x0 = found.to(past.dtype.element_ty).to(gl.float32)  # as it is kept
+        x0 = found.to(past.dtype.element_ty).to(gl.float32)  # rounded as in the state
         sums += x0 * newest
         found = gl.where(n < CHANNELS, sums * _sigmoid(sums), x0)
         gl.store(at + (SIZE - 2), x0.to(past.dtype.element_ty), mask=moves)

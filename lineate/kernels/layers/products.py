@@ -72,7 +72,7 @@ def multiply_one(
     if GATED:
         found *= _sigmoid(found) * tl.sum(u.to(tl.float32) * row[None, :], 1)
     if taps is not None:
-        x0 = found.to(past.dtype.element_ty).to(tl.float32)  # as it is kept
+        x0 = found.to(past.dtype.element_ty).to(tl.float32)  # rounded as in the state
         convolved = _sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE)
         found = tl.where(moves, convolved * _sigmoid(convolved), x0)
         tl.debug_barrier()  # every thread has read the data that is overwritten now

@@ -117,7 +117,7 @@ def multiply_small(
         past += row.to(tl.int64) * (CHANNELS * (SIZE - 1))
         x1, x2, x3 = _window(past, 0, past, 0, 0, n, moves, SIZE, CHANNELS)
         w0, w1, w2, w3 = _weights(taps, n, moves, SIZE)
-        x0 = found.to(past.dtype.element_ty).to(tl.float32)  # as it is kept
+        x0 = found.to(past.dtype.element_ty).to(tl.float32)  # rounded as in the state
         convolved = _sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE)
         found = tl.where(moves, convolved * _sigmoid(convolved), x0)
         tl.debug_barrier()  # every thread has read the data that is overwritten now

@@ -86,7 +86,7 @@ def chunk_bounds(slot, bounds, first_slots, slot_texts, t, C: tl.constexpr, PACK
 
 @triton.jit
 def load_tile(base, stride, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """Load [ROWS, COLUMNS] from rows `stride` apart, with 0 outside rows x columns. EVEN: columns == COLUMNS."""
+    """Load [ROWS, COLUMNS] with a row stride of `stride`, and 0 outside rows x columns. EVEN: columns == COLUMNS."""
     i = tl.arange(0, ROWS)
     j = tl.arange(0, COLUMNS)
     at = base + i[:, None] * stride + j[None, :]

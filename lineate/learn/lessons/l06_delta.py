@@ -116,7 +116,7 @@ LESSON = Lesson(
         ),
     ),
     picture=Picture(
-        "Left: the answer moves along the line from the old value to the new one. Right: told again, the delta rule "
+        "Left: the answer moves along the line from the old value to the new one. Right: on repetition, the delta rule "
         "gets better, and the sum gets worse.",
         draw,
     ),

@@ -1,4 +1,4 @@
-"""What a model costs, and what fits: the planner."""
+"""The costs of a model, and what fits: the planner."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Checkpoints of our own whose weights are small: two entries a weight, in tiles as in memory.
+"""Checkpoints of lineate with quantised weights: two entries per weight, in tiles as in memory.
 
     NAME.codes     uint8, in tiles (lineate/quantised/format.py)
     NAME.scales    float16 (fp8: float32)
@@ -27,11 +27,11 @@ CODES, SCALES = ".codes", ".scales"
 
 @dataclass
 class TiledCheckpoint(Checkpoint):
-    """A checkpoint whose entries are the weights that codes and scales stand for."""
+    """A checkpoint whose entries are the weights that codes and scales encode."""
 
     form: Format = FORMATS["int8"]  # a frozen value
     tiles: dict[str, tuple[Entry, Entry]] = field(default_factory=dict)
-    """The codes and the scales of each weight that is small."""
+    """The codes and the scales of each quantised weight."""
 
     def read_into(self, name: str, target: Tensor, rows: tuple[int, int] | None = None) -> None:
         if name not in self.tiles:
@@ -67,7 +67,7 @@ class TiledCheckpoint(Checkpoint):
         return codes[first - tile * TILE :], scales[first - tile * TILE :]
 
     def read_tiles(self, name: str, small: SmallWeight) -> None:
-        """Fill a small weight of this checkpoint's format with the bytes as they are."""
+        """Fill a quantised weight of this checkpoint's format with the stored bytes."""
         assert small.scales is not None and small.format == self.form
         for key, entry, part in zip((CODES, SCALES), self.tiles[name], (small.codes, small.scales), strict=True):
             self._reader.read_into(name + key, entry, part)
@@ -84,7 +84,7 @@ class TiledCheckpoint(Checkpoint):
         return found[0], found[1]
 
     def _check_numbers(self, name: str, codes: Tensor) -> None:
-        """Refuse codes of float8 that are not numbers, which the products would take for 480."""
+        """Refuse codes of float8 that are not numbers, which the products would read as 480."""
         if self.form.floating and any(bool((part & 127 == 127).any()) for part in codes.view(torch.uint8)):
             raise CheckpointError(
                 f"{self.entries[name].file}: {name} must have numbers alone, got NaN; make the folder again with "
@@ -93,7 +93,7 @@ class TiledCheckpoint(Checkpoint):
 
 
 def written_format(config: Mapping[str, Any]) -> Format | None:
-    """Return the format that a config.json of ours names; None if it names none."""
+    """Return the format that a config.json of lineate names; None if it names none."""
     name = config.get(KEY)
     if name is None:
         return None
@@ -103,10 +103,10 @@ def written_format(config: Mapping[str, Any]) -> Format | None:
 
 
 def present_tiles(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Checkpoint:
-    """Return a checkpoint of ours whose entries are weights; every code and scale is checked against its header.
+    """Return a checkpoint of lineate whose entries are weights; every code and scale is checked against its header.
 
     Args:
-        checkpoint: as it was opened.
+        checkpoint: the opened checkpoint.
         shapes: of the model's tensors, by name.
         dtype: that its weights are read in.
     """
@@ -138,7 +138,7 @@ def _part(checkpoint: Checkpoint, name: str, size: TensorSize) -> Entry:
 
 
 def sizes(name: str, shape: tuple[int, ...], form: Format) -> dict[str, TensorSize]:
-    """Return the entries that a small weight is written as, with their dtypes and shapes."""
+    """Return the entries that a quantised weight is written as, with their dtypes and shapes."""
     codes, scales = form.shapes(shape)
     if scales is None:
         assert form.dtype is not None
@@ -147,7 +147,7 @@ def sizes(name: str, shape: tuple[int, ...], form: Format) -> dict[str, TensorSi
 
 
 def stored_tensors(name: str, x: Tensor) -> dict[str, Tensor]:
-    """Return the plain tensors that a tensor, which may be a small weight, is written as."""
+    """Return the plain tensors that a tensor, which may be quantised, is written as."""
     if not isinstance(x, SmallWeight):
         return {name: x}
     parts = [x.codes] if x.scales is None else [x.codes, x.scales]

@@ -315,7 +315,7 @@ def _accept_all(
                 raise TimeoutError(f"expected {here.size} ranks within {timeout}, got {got}") from None
             try:
                 given, rank, said = _hello(connection)
-            except (OSError, ValueError, TypeError):  # nobody of this job
+            except (OSError, ValueError, TypeError):  # not a process of this job
                 connection.close()
                 continue
             if not hmac.compare_digest(str(given).encode(), token.encode()):

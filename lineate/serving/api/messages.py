@@ -112,7 +112,7 @@ def _call(call: Fields, called: set[str]) -> dict[str, Any] | str:
 
 
 def read_tools(fields: Fields, limits: Limits) -> tuple[dict[str, Any], ...]:
-    """Read the functions that the model may call, with their schemas as they were given."""
+    """Read the functions that the model may call, with the given schemas."""
     tools = fields.objects("tools", limits.tools)
     names: set[str] = set()
     for tool in tools or ():

@@ -150,9 +150,7 @@ def read_chat(fields: Fields, server: Server) -> ChatCall:
         fields, server, _most_tokens(fields, ("max_completion_tokens", "max_tokens", "n_predict"), limits), logprobs
     )
     if wanted.format is not None and choice not in ("none", "auto"):
-        raise invalid(
-            "tool_choice", "tool_choice must be 'auto' or 'none' beside response_format, as both constrain it"
-        )
+        raise invalid("tool_choice", "tool_choice must be 'auto' or 'none' with response_format, as both constrain it")
     options = _template_options(fields)
     modalities = fields.take("modalities")
     if modalities not in (None, ["text"]):

@@ -13,8 +13,8 @@ from lineate.models.files.safetensors import CheckpointError, Entry
 CACHE_SCALES = r"\.(attn\.)?(q|k|v|kv|prob|prob_output)_(scale|zero_point)$"
 """Tensors of a quantised cache of keys and values."""
 ACTIVATION_NOTE = (
-    "{folder} was made for activations quantised with fixed scales; lineate reads its quantised weights, leaves "
-    "activations as they are, and does not use those scales"
+    "{folder} was made for activations quantised with fixed scales; lineate reads its quantised weights, does not "
+    "quantise activations, and does not use those scales"
 )
 CACHE_NOTE = (
     "{folder} was made for a quantised cache of keys and values; lineate keeps the cache in the dtype of the model, "
