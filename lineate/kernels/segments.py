@@ -4,9 +4,9 @@ A walk goes from chunk to chunk, so a sequence with few heads leaves most multip
 describes how the segments of a walk run in parallel, at the cost of a second, cheaper walk that computes the map of
 each segment.
 
-Where a sequence is cut decides its last bits. So that no other sequence of a call ever changes them, that depends only
-on the sequence's own number of chunks, the heads, the rule and the device, never on the batch or on other packed
-sequences.
+The cuts of a sequence determine its last bits. They depend only on the sequence's own number of chunks, the heads, the
+rule and the device, never on the batch or on other packed sequences, so other sequences of a call never change the
+bits.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ class Cutting(NamedTuple):
     """The least chunks of a segment."""
 
     def count_segments(self, chunks: int) -> int:
-        """Return into how many segments, which differ by a chunk at most, a sequence is cut."""
+        """Return the number of segments of a sequence; their lengths differ by at most one chunk."""
         return 1 if chunks < self.shortest else min(self.most, chunks // self.least)
 
     @property

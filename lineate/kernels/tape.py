@@ -79,7 +79,7 @@ def launch(
 def replayed(kind: str, given: Sequence[Tensor | None], made: Sequence[Tensor | None], options: Hashable) -> bool:
     """Replay the launches of an earlier call with such tensors, as for `launch`; return False if nothing was launched.
 
-    For callers that would copy some of them first: those of a recorded call need no copies.
+    Callers use it before they copy tensors, because those of a recorded call need no copies.
     """
     device = _device(given)
     tape = _TAPES.get(_key(kind, given, options)) if device.type == "cuda" else None
@@ -87,7 +87,7 @@ def replayed(kind: str, given: Sequence[Tensor | None], made: Sequence[Tensor | 
 
 
 def find(kind: str, given: Sequence[Tensor | None], options: Hashable) -> tuple[bool, Tape | None]:
-    """Return whether it is known if calls with this signature can be replayed, and the tape if they can."""
+    """Return whether the signature is known, and its tape if its calls can be replayed; arguments as for `launch`."""
     key = _key(kind, given, options)
     return key in _TAPES, _TAPES.get(key)
 
@@ -355,7 +355,7 @@ def _span(x: Tensor) -> tuple[int, int]:
 
 
 def _joined(rooms: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges of addresses, those that overlap as one: memory that was freed and allocated again."""
+    """Return the ranges of addresses with overlapping ones merged; memory that was freed and reused overlaps."""
     found: list[tuple[int, int]] = []
     for low, high in sorted(set(rooms)):
         if found and low < found[-1][1]:

@@ -41,11 +41,11 @@ class Chunks(NamedTuple):
     sizes: list[int]
     """For each chunk, how many rows have it."""
     slot: Tensor | None
-    """`b * t`: where each token lies; None: all rows are equally long and begin a chunk."""
+    """`b * t`: the slot of each token; None: all rows are equally long and begin a chunk."""
     even: bool
     """Whether slots are counted as `rows n chunk`, and not as `cells chunk`."""
     order: Tensor
-    """`rows`: which row comes first, second, ..."""
+    """`rows`: the rows in the order of their cells."""
     rank: Tensor
     """The inverse of order."""
     lengths: Tensor

@@ -28,7 +28,7 @@ from lineate.rule import rule_named
 TOLD_BYTES = 40
 """Bytes of the description that a rank of context parallelism sends to all others at the start of a call."""
 FLOAT = 4
-"""Bytes of a float32, which gradients of parameters, norms, losses and maps of memories are."""
+"""Bytes of a float32, the dtype of gradients of parameters, norms, losses and maps of memories."""
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,7 @@ def train_step(cell: Cell, model: HybridLM, optimizer: torch.optim.Optimizer, st
 
 @cpu_by_default
 def train_cell(cell: Cell, report: Say = print, tick: Callable[[int], None] = lambda steps: None) -> CellResult:
-    """Train, testing now and then, until it is learnt or steps or minutes are over; then test all sizes.
+    """Train with regular tests until the task is learnt, or steps or minutes run out; then test all sizes.
 
     `tick` is called with the number of steps taken, after each.
     """
@@ -273,7 +273,7 @@ def _train_cell(cell: Cell, report: Say, tick: Callable[[int], None]) -> CellRes
     model, optimizer = start(cell)
     result = CellResult(cell.rule, cell.seed, parameters=sum(p.numel() for p in model.parameters()))
     began = time.monotonic()
-    learnt = 0  # tests in a row that were good enough
+    learnt = 0  # consecutive tests that reached the accuracy
     for step in range(train.steps):
         loss = train_step(cell, model, optimizer, step)
         result.steps = step + 1

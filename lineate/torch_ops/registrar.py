@@ -38,7 +38,7 @@ def register_op(
         forward: runs the op; its annotations are the schema. Tensors come first, then options.
         backward: forward's backward, with a schema of its own.
         fake: returns empty tensors in the shapes of forward's results, from forward's arguments.
-        fake_backward: does so for backward.
+        fake_backward: returns empty tensors in the shapes of backward's results.
         tensors: how many of forward's first arguments are tensors or None.
         save: called as save(ctx, inputs, output); saves the tensors that differentiate needs. None saves all inputs.
         differentiate: called as differentiate(run, ctx, *gradients) with run either backward or its op; returns one
@@ -94,7 +94,7 @@ def declare_op(
     differentiate: Run | None = None,
     backward_schema: str | None = None,
 ) -> tuple[Any, Any]:
-    """Register the two ops and return both; see register_op. Without backward_schema, backward's annotations count."""
+    """Register the two ops and return both; see register_op. Without backward_schema, backward's annotations are used."""
     forward_op = torch.library.custom_op(f"lineate::{name}", forward, mutates_args=())
     backward_op = torch.library.custom_op(
         f"lineate::{name}_backward", backward, mutates_args=(), schema=backward_schema

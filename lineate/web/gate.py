@@ -134,7 +134,7 @@ class Gate:
     def _check(self, scope: Scope, counted: bool) -> None:
         """Raise ApiError if the request cannot be taken."""
         if self._hosts:
-            # A page of another site whose name leads to this machine sends that name.
+            # Against DNS rebinding: a page of a site whose name resolves to this machine sends that name.
             given = Request(scope).headers.get("host", "")
             try:
                 name = urlsplit(f"//{given}").hostname or ""

@@ -90,7 +90,7 @@ class Block:
         return found[::-1]
 
     def comes_from(self, caches: Sequence[TokenCache]) -> bool:
-        """Whether its chain was copied from the very buffers of these caches, whose entries are never overwritten."""
+        """Whether its chain was copied from the buffers of these same caches, whose entries are never overwritten."""
         buffers = _buffers(caches)
         return len(self._source) == len(buffers) and all(
             own() is x for own, x in zip(self._source, buffers, strict=True)

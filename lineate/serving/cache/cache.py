@@ -74,7 +74,7 @@ _Node = Node[_Place]
 
 
 class StateCache:
-    """States of one model by the tokens they have read, in pieces of a spacing; any thread may call it.
+    """The cached states of one model by the tokens they have read, in pieces of a spacing; thread-safe.
 
     Args:
         budget_bytes: the most bytes that its tensors may take.

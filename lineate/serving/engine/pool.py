@@ -120,7 +120,7 @@ class Pool:
 
     @property
     def waits(self) -> bool:
-        """Whether step returns when the tokens are read; on a GPU it returns when they are about to be."""
+        """Whether step is synchronous; on a GPU it returns before the tokens have been read."""
         return self._grows
 
     @property
@@ -224,7 +224,7 @@ class Pool:
             for name, x in cache.items():
                 x[rows, :n] = state.layers[layer][name][:, :n].to(x)
                 x[rows, n : max(self._used[rows])].zero_()
-        self._lengths[rows].fill_(n)  # an assigned number would wait for the device
+        self._lengths[rows].fill_(n)  # assigning a Python number would wait for the device
         if self._steps is not None:
             self._steps.runs[rows].fill_(1)
         self._used[rows] = [n] * count
