@@ -118,7 +118,7 @@ def _backward(
 
 
 def _laid_out(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None) -> tuple[Any, ...]:
-    """Return the tensors as the kernels read them, so that what is copied is copied before the launches."""
+    """Return the tensors in the layout of the kernels, so that copies are made before the launches."""
     return (
         *(in_rows(x) for x in (q, k, v)),
         *(x if x is None or lies_dense(x) else dense(x) for x in gates),
@@ -126,7 +126,7 @@ def _laid_out(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None) -> tuple[A
 
 
 def _beside(q: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
-    """Return the bounds on the device of q, as the kernels read them; a copy if they are elsewhere, or have gaps."""
+    """Return the bounds on the device of q, in the kernels' layout; a copy if they are elsewhere, or have gaps."""
     return None if cu_seqlens is None else cu_seqlens.to(q.device).contiguous()
 
 
@@ -162,13 +162,13 @@ def chunkwise(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def remember_forward(form: Form | None, tensors: Sequence[Tensor | None], inputs: Inputs, options: Options) -> None:
-    """Let later calls of this form be repeated without gradients, once one is recorded.
+    """Let later calls with this signature be replayed without gradients, once one is recorded.
 
     Args:
-        form: The form of the call (again.py); None if it cannot be repeated.
+        form: The signature of the call (again.py); None if it cannot be replayed.
         tensors: The call's own, in the order of Inputs; its state may be None.
-        inputs: What it ran with.
-        options: Likewise.
+        inputs: The inputs that it ran with.
+        options: The options that it ran with.
     """
     if form is None or not undecided(form):
         return
@@ -178,7 +178,7 @@ def remember_forward(form: Form | None, tensors: Sequence[Tensor | None], inputs
     own = _in_order(tensors, state if tensors[5] is None else tensors[5])
     pairs = [(x, y) for x, y in zip(own, used, strict=True) if x is not None and y is not None]
     if any(x.data_ptr() != y.data_ptr() for x, y in pairs) or not _read_as_they_are(inputs):
-        remember(form, None)  # something is converted or copied first
+        remember(form, None)  # a tensor is converted or copied first
         return
     known, tape = find("forward", used, (options._replace(chunk_size=CHUNK), False))
     if known:

@@ -19,7 +19,7 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """dq, dk, dv, dlog_decay, dbeta, dstate; those of absent inputs have no elements."""
 Chunkwise = Callable[[Inputs, Options], tuple[Tensor, Tensor]]
-"""The form as callers use it: it returns the output and the final state."""
+"""The form's function for callers: it returns the output and the final state."""
 _TENSORS = 7  # of Inputs, from q to cu_seqlens: the ops here take no raw gates
 
 
@@ -115,7 +115,7 @@ def register(name: str, run_forward: Forward, run_backward: Backward) -> Chunkwi
 
 
 def save_states(count, ctx, inputs, output):  # type: ignore[no-untyped-def]
-    """Keep what `differentiate` needs: all tensors, with the states that enter each chunk in place of the first state.
+    """Save the tensors that `differentiate` needs, with the states that enter each chunk in place of the first state.
 
     The op's arguments are `count` tensors, the last two of them the state and cu_seqlens; then options, and `keep`.
     """
@@ -140,7 +140,7 @@ def differentiate(backward, ctx, *gradients):  # type: ignore[no-untyped-def]
 
 
 def _zeros(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return zeros to read, of the same kind of tensor."""
+    """Return read-only zeros with the properties of a tensor."""
     return read_zeros(shape, dtype, like.device) if type(like) in PLAIN_TENSORS else like.new_zeros(shape, dtype=dtype)
 
 
@@ -156,7 +156,7 @@ def _check_kept(states: Tensor) -> None:
 def empty_outputs(
     q: Tensor, v: Tensor, state: Tensor, cu_seqlens: Tensor | None, chunk_size: int, keep: bool
 ) -> Outputs:
-    """Return memory for the outputs of a call."""
+    """Allocate the outputs of a call."""
     b, t, _, key_dim = q.shape
     sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     # An upper bound: each packed sequence may end in part of a chunk.

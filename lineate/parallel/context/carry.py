@@ -19,7 +19,7 @@ from lineate.rule import compute_dtype, full_precision
 from lineate.torch_ops.tracing import uncompiled
 
 READ_AT_ONCE = 4096
-"""How many tokens' gradients are added to the state's at a time, which bounds the size of the float32 copy."""
+"""Tokens whose gradients are added to the state's at a time, which bounds the size of the float32 copy."""
 
 
 class _HandOn(torch.autograd.Function):
@@ -115,7 +115,7 @@ def _run_segment(
         if bounds.hands_on(rank):
             own = None if memory is None or bounds.own.through else memory[bounds.last_rows]
             _, left = _run(op, tensors, empty if own is None else own, slice(*bounds.bounds[-2:]))
-        added = bounds.context.gather_later(left)  # while U and A are made
+        added = bounds.context.gather_later(left)  # while U and A are computed
         reads = across = None
         if bounds.continues:  # U and A: output and final state of the rule on the identity with values of 0
             identity = torch.eye(sizes[2], dtype=empty.dtype, device=v.device).expand(*sizes, sizes[2]).contiguous()
@@ -131,7 +131,7 @@ def _run_segment(
             (entering, empty.expand(sequences - 1, -1, -1, -1) if memory is None else memory[1:])
         )  # fmt: skip
     output, final = op(*tensors, state=memory, cu_seqlens=bounds.cu_seqlens)
-    if not bounds.continues:  # nothing enters, so the rule ran while the maps were gathered
+    if not bounds.continues:  # no state enters, so the rule ran while the maps were gathered
         maps.wait()
         added.wait()
     return Attended(*_Leave.apply(output, final, reads, across, bounds, corrects))
