@@ -64,7 +64,7 @@ def text_model_forward(
             like = torch.empty(b, t, 1, dtype=self.dtype, device=tokens.device)
             full, linear = _masks(self.config, like, texts.view(b, t), mask, past, unpacked)
             softmax = dict.fromkeys(SOFTMAX_LAYERS, linear if one_mask else full)
-            given["attention_mask"] = {**softmax, "linear_attention": linear}  # a model reads only the names that it knows
+            given["attention_mask"] = {**softmax, "linear_attention": linear}  # models read the names they know
         return original(self, **given)
 
     return forward

@@ -94,7 +94,7 @@ def declare_op(
     differentiate: Run | None = None,
     backward_schema: str | None = None,
 ) -> tuple[Any, Any]:
-    """Register the two ops and return both; see register_op. Without backward_schema, backward's annotations are used."""
+    """Register the two ops and return both; see register_op. backward_schema None: backward's annotations."""
     forward_op = torch.library.custom_op(f"lineate::{name}", forward, mutates_args=())
     backward_op = torch.library.custom_op(
         f"lineate::{name}_backward", backward, mutates_args=(), schema=backward_schema
