@@ -30,12 +30,12 @@ WHAT = "docstring that begins with What"  # name the thing: "Return the ...", "T
 
 # Packages with idioms left, and how many at most: these numbers may only fall. All others have none.
 LEFT = {
-    "lineate": 9,
+    "lineate": 8,
     "lineate/forms": 2,
-    "lineate/generation": 22,
-    "lineate/layers": 31,
-    "lineate/models": 17,
-    "lineate/native": 7,
+    "lineate/generation": 7,
+    "lineate/layers": 13,
+    "lineate/models": 13,
+    "lineate/native": 3,
     "lineate/ops": 5,
     "lineate/quantised": 4,
 }
