@@ -369,7 +369,7 @@ GATED_LINEAR_KIND = _register(
     costs.GATED_LINEAR_COSTS, Look("#56B4E9", "s", "--"),
     StepSpec(
         GatedLinearAttention, GATED_LINEAR, ("decay", "gate"), decay="channel", decay_gate="sigmoid",
-        temperature=GatedLinearAttention.temperature, low_rank=("decay",),
+        low_rank=("decay",),
     ),
     "gated linear",
 )  # fmt: skip

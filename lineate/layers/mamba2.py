@@ -8,9 +8,8 @@ In the notation of the rules q = C, k = B, v = dt x and log_decay = -exp(A_log) 
 group of B and C serves several heads of x. So `gated_linear_attention` computes it, in all its forms and backends.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +22,6 @@ from lineate.layers.linear import init_decay
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.registry import Look, MixerKind, ModelSizes, Operations, register
 from lineate.layers.step_spec import StepSpec
-from lineate.ops import Attended, gated_linear_attention
-from lineate.parallel.context.segments import Bounds
 from lineate.parallel.tensor.ranks import Ranks, rms_norm_over
 from lineate.parallel.tensor.shards import Cut, Part, Shard, share_out
 from lineate.rule import GATED_LINEAR, compute_dtype
@@ -94,6 +91,7 @@ class Mamba2(LinearMixer):
     """
 
     gates = ("values", "heads")
+    scale = 1.0
 
     def __init__(
         self,
@@ -152,17 +150,11 @@ class Mamba2(LinearMixer):
         log_decay = -self.A_log.to(steps.dtype).exp() * steps
         return Inputs(q, k, (v * steps[..., None]).to(v.dtype), log_decay)
 
-    def rule_op(self, inputs: Inputs, owned: bool = False) -> Callable[..., Attended[Tensor]]:
-        return partial(gated_linear_attention, scale=1.0)
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
-    ) -> tuple[Attended[Tensor], Tensor]:
-        """Run the rule and add D x; return the output gate too."""
-        (output, memory), z = super().attend(q, k, v, gates, memory, bounds, owned)
+    def read(self, output: Tensor, v: Tensor) -> Tensor:
+        """Return the rule's output with D x added."""
         dtype = compute_dtype(v.dtype)
         skip = self.D.to(dtype)[:, None] * v.to(dtype)
-        return Attended((output.to(dtype) + skip).to(output.dtype), memory), z
+        return (output.to(dtype) + skip).to(output.dtype)
 
     def trace(self, x: Tensor) -> Inputs:
         """Return the inputs of the rule on a sequence x `1 t hidden`; D x is not part of it.
@@ -236,14 +228,7 @@ MAMBA2 = register(
         rule="gated_linear_attention",
         shard=Shard(_divide, Mamba2.cuts),
         step=StepSpec(
-            Mamba2,
-            GATED_LINEAR,
-            ("gate", "decay"),
-            decay="head",
-            decay_gate="step",
-            scaled=False,
-            skips=True,
-            grouped=True,
+            Mamba2, GATED_LINEAR, ("gate", "decay"), decay="head", decay_gate="step", skips=True, grouped=True
         ),
     )
 )

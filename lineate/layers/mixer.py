@@ -95,6 +95,10 @@ class LinearMixer(nn.Module):
     """The upper bound of beta if it is made from a raw logit: beta lies in (0, beta_scale)."""
     gate_lower_bound: float | None = None
     """The lower bound of log_decay if it is made from a raw gate: log_decay lies in (gate_lower_bound, 0)."""
+    scale: float | None = None
+    """Multiplies what is read; None is 1/sqrt(k)."""
+    temperature: float = 1.0
+    """What log_decay = logsigmoid(raw gate) is divided by in gated linear attention."""
     feature_map: str = "identity"
     """What q and k go through in linear attention."""
     step_least: float = 0.0
@@ -286,8 +290,14 @@ class LinearMixer(nn.Module):
         """Run the rule, and return the output gate too. owned: whether the rule may overwrite the memory in place."""
         inputs = self.rule_inputs(q, k, v, gates)
         tensors = [x for x in inputs[:5] if x is not None]  # q, k, v, log_decay, beta
-        attended = run_rule(self.rule_op(inputs, owned), tensors, memory, bounds, corrects=inputs.beta is not None)
-        return attended, self.output_gate(gates)
+        output, memory = run_rule(
+            self.rule_op(inputs, owned), tensors, memory, bounds, corrects=inputs.beta is not None
+        )
+        return Attended(self.read(output, v), memory), self.output_gate(gates)
+
+    def read(self, output: Tensor, v: Tensor) -> Tensor:
+        """Return the rule's output `b t hv v` with what a mixer adds to it token by token; v is what the rule read."""
+        return output
 
     def attend_narrow(
         self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor, bounds: Bounds, owned: bool,
@@ -301,7 +311,7 @@ class LinearMixer(nn.Module):
         if alone and q.is_cuda and not torch.is_grad_enabled():
             memory = memory if owned else memory.clone()
             output = self.decode(self.rule_inputs(q, k, v, gates), memory, Slots(seeds=seeds))
-            return Attended(output, memory), self.output_gate(gates)
+            return Attended(self.read(output, v), memory), self.output_gate(gates)
         wide = memory.to(compute_dtype(v.dtype))
         (output, after), z = self.attend(q, k, v, gates, wide, bounds, bounds is None)
         return Attended(output, round_memory(after, seeds).to(memory.dtype)), z
@@ -314,6 +324,7 @@ class LinearMixer(nn.Module):
             state=pool,
             slots=where.slots,
             start_slots=where.start_slots,
+            scale=self.scale,
             normalize_qk=raw or self.normalize_qk,
             raw_gates=raw,
             A_log=inputs.A_log,
@@ -330,7 +341,7 @@ class LinearMixer(nn.Module):
         owned: whether it may overwrite the memory in place.
         """
         if inputs.A_log is None:
-            return partial(_op_of(inputs), normalize_qk=self.normalize_qk)
+            return partial(_op_of(inputs), normalize_qk=self.normalize_qk, scale=self.scale)
         return partial(self._from_raw_gates, inputs.A_log, inputs.dt_bias, owned)
 
     def _from_raw_gates(

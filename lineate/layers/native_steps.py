@@ -295,7 +295,7 @@ def _frequencies(dim: int, theta: float) -> Tensor:
 
 
 def _rule_part(mixer: LinearMixer, spec: StepSpec, hidden: int) -> tuple[Part, list[nn.Module]]:
-    if max(mixer.key_dim, mixer.memory_columns) > native.WIDEST_HEAD or mixer.heads * mixer.key_dim == 0:
+    if max(mixer.key_dim, mixer.memory_columns) > native.WIDEST_HEAD or mixer.scale not in (None, 1):
         raise _Unfit
     keys, values = mixer.value_heads * mixer.key_dim, mixer.value_heads * mixer.value_dim
     decays = keys if spec.decay == "channel" else mixer.value_heads
@@ -303,9 +303,9 @@ def _rule_part(mixer: LinearMixer, spec: StepSpec, hidden: int) -> tuple[Part, l
         kind=native.RULE, entry=_linear(mixer.in_proj, sum(mixer.splits), hidden),
         exit=_linear(mixer.out_proj, hidden, values), heads=mixer.heads,
         shared=mixer.value_heads // mixer.heads, key_dim=mixer.key_dim, value_dim=mixer.value_dim,
-        corrects=spec.rule.corrects, scaled=spec.scaled, divides=spec.divides,
+        corrects=spec.rule.corrects, scaled=mixer.scale is None, divides=spec.divides,
         features=native.FEATURES.index(_features(mixer, spec)), decays=native.DECAY_GATES.index(spec.decay_gate),
-        per_channel=spec.decay == "channel", temperature=spec.temperature,
+        per_channel=spec.decay == "channel", temperature=mixer.temperature,
         activation=native.ACTIVATIONS.index(mixer.norm.activation), beta_scale=mixer.beta_scale,
         lower_bound=mixer.gate_lower_bound or 0.0, decay=native.no_linear(), gate=native.no_linear(),
     )  # fmt: skip

@@ -33,7 +33,8 @@ DecayGate = Literal["none", "speed", "sigmoid", "step"]
 class StepSpec:
     """The computation of one token of a linear mixer.
 
-    The sizes and parameters are attributes of the mixer, with the same names in all of them (`LinearMixer`).
+    Sizes, parameters and constants such as the scale are attributes of the mixer, with the same names in all of them
+    (`LinearMixer`).
 
     Args:
         mixer: the class whose forward this describes; a subclass of it may compute something else.
@@ -42,9 +43,7 @@ class StepSpec:
         features: how the rule uses q and k.
         decay: the shape of the decay.
         decay_gate: the function from the raw decay to the decay.
-        temperature: see `DecayGate`.
         low_rank: the gates that may have a projection of low rank behind in_proj, the mixer's decay_proj and gate_proj.
-        scaled: whether the output is divided by sqrt(k).
         divides: whether it is divided by q . (sum of keys), which is the last column of the memory.
         skips: whether D v is added to it, with the mixer's D `hv`.
         grouped: whether the norm is one over groups of all heads' channels (mamba2.GroupedGatedNorm), not one a head.
@@ -56,9 +55,7 @@ class StepSpec:
     features: Features = "plain"
     decay: DecayShape = "none"
     decay_gate: DecayGate = "none"
-    temperature: float = 1.0
     low_rank: tuple[Column, ...] = ()
-    scaled: bool = True
     divides: bool = False
     skips: bool = False
     grouped: bool = False

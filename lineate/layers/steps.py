@@ -164,14 +164,14 @@ def _mix(mixer: LinearMixer, spec: StepSpec, inputs: Inputs, z: Tensor, seeds: T
     from lineate.kernels.layers import token  # triton, at its first use
     from lineate.kernels.portable.decode import decode
 
-    own, scale = mixer.norm, mixer.key_dim**-0.5 if spec.scaled else 1.0
+    own, scale = mixer.norm, mixer.key_dim**-0.5 if mixer.scale is None else mixer.scale
     if len(inputs.q) > token.FEW_ROWS and spec.decay_gate == "speed":
         options = Options(True, scale, True, beta_scale=mixer.beta_scale, raw_gates=True)
         options = options._replace(lower_bound=mixer.gate_lower_bound)
         output = decode(inputs, Slots(seeds=seeds), options, settled=True)
         return own(output, z.unflatten(-1, (mixer.value_heads, mixer.value_dim))).flatten(2)
     does = token.Token(
-        spec.features == "unit", spec.decay_gate, scale, mixer.beta_scale, mixer.gate_lower_bound, spec.temperature,
+        spec.features == "unit", spec.decay_gate, scale, mixer.beta_scale, mixer.gate_lower_bound, mixer.temperature,
         mixer.step_least, math.inf if mixer.step_most is None else mixer.step_most,
     )  # fmt: skip
     skip = _parameter(mixer, "D") if spec.skips else None

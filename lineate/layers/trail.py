@@ -157,6 +157,7 @@ def _linear(mixer: LinearMixer, x: Tensor, state: Memory, keep: str) -> tuple[Te
             output, kept = _slot_each(mixer, inputs, memory, seeds)
         else:
             output, kept = _step_each(mixer, inputs, memory, seeds)
+        output = mixer.read(output, qkv[2])
     return mixer.leave(output, z), LinearTrail(taps, kept, x.shape[1])
 
 

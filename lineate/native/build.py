@@ -39,7 +39,7 @@ SUBJECTS = {
     "products": _code(
         "products",
         "choice.c float8.c halves.c product.c quantised.c rounding.c step.c threads.c",
-        "product_avx512.h product_neon.h products.h quantised_neon.h threads.h vectors.h",
+        "product_avx512.h product_neon.h products.h quantised_neon.h step.h step_rule.h threads.h vectors.h",
     ),
 }
 """The libraries of the native backend; each is compiled when it is first needed: the forms of the rules; what is around

@@ -158,7 +158,7 @@ def test_memories_have_the_bits_of_single_steps(letter):
             assert (after[name] - states[n][name]).abs().max() <= tolerance * (1 + states[n][name].abs().max())
 
 
-@pytest.mark.parametrize("letter", "RDGK")
+@pytest.mark.parametrize("letter", "RDGKS")
 @pytest.mark.parametrize("into", ("nothing", "the state itself", "other tensors"))
 def test_kept_inputs_give_the_memories_of_kept_states(letter, into):
     mixer = make(odd(letter)).layers[0].mixer

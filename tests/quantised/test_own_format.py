@@ -2,7 +2,10 @@
 
 import copy
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,9 +26,12 @@ from lineate.quantised import BY_BITS, FORMATS, Format, QuantisedWeight, TooLarg
 from lineate.quantised.format import temporary_formats
 from lineate.quantised.which import format_of, name_of_bits, quantised_parameters
 from lineate.serving.cache.identity import identity_of
+from lineate.text import Bytes
 from tests.support.quantised_weights import EXPERTS, realistic, relative, sizes, tokens
 
-RECIPE = Path(__file__).parents[2] / "CONTRIBUTING.md"
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "CONTRIBUTING.md"
+ENV = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 class Place(Ranks):
@@ -35,15 +41,20 @@ class Place(Ranks):
         self.rank, self.size = rank, size
 
 
+def program() -> str:
+    """Return the program of the recipe."""
+    section = RECIPE.read_text().split("## A quantisation format")[1]
+    found = re.search(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
 @pytest.fixture
 def form() -> Iterator[Format]:
     """Run the program of the recipe; return the format that it registers."""
-    section = RECIPE.read_text().split("## A quantisation format")[1]
-    program = re.search(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    assert program is not None
     with temporary_formats():
         before = set(FORMATS)
-        exec(compile(program[1], "CONTRIBUTING.md", "exec"), {})
+        exec(compile(program(), "CONTRIBUTING.md", "exec"), {})
         (name,) = set(FORMATS) - before
         yield FORMATS[name]
     assert set(FORMATS) == before
@@ -168,3 +179,18 @@ def test_bits_and_plans(form: Format, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     kept = sum(x.nbytes_kept if isinstance(x, QuantisedWeight) else x.nbytes for x in model.state_dict().values())
     assert plan_memory(read_model(tmp_path, "float32", weights=form.name)).weights == kept
+
+
+def test_the_command_line_imports_it(tmp_path: Path) -> None:
+    pytest.importorskip("typer")
+    (tmp_path / "pairs_module.py").write_text(program())
+    realistic(sizes("G", vocab_size=257)).save_pretrained(tmp_path / "plain")
+    Bytes().save(tmp_path / "plain")
+    command = [sys.executable, "-m", "lineate.cli", "--import", "pairs_module"]
+    for words in (
+        ["quantize", "plain", "out", "--bits", "4-pairs"],
+        ["generate", "out", "-p", "ab", "--tokens", "3", "--raw"],
+    ):
+        done = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, check=False, env=ENV)
+        assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["weights"] == "int4-pairs"

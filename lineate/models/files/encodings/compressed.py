@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lineate.models.files.encodings.bits import codes_of, words_for
 from lineate.models.files.encodings.encoded import INTEGERS, Encoded, Source, Stored
-from lineate.models.files.encodings.plain import FLOAT8, PlainCodes, float8_format
+from lineate.models.files.encodings.plain import FLOAT8, PlainCodes, SignedCodes, float8_format
 from lineate.models.files.encodings.settings import Settings
 from lineate.models.files.encodings.tensors import StoredTensors, placed, wrong_shape
 from lineate.models.files.safetensors import CheckpointError, Reader
@@ -176,7 +176,8 @@ def _add_plain(tensors: StoredTensors, codes: Stored, schemes: list[Scheme]) -> 
             continue
         form = float8_format(scales) if floating else INTEGERS[8]
         parts = {"codes": codes, "scales": scales, "zeros": zeros, "order": order, "form": form}
-        encoded = PlainCodes(**placed(codes, shape), block=scheme.blocks(*shape), **parts)  # type: ignore[arg-type]
+        kind = PlainCodes if floating else SignedCodes
+        encoded = kind(**placed(codes, shape), block=scheme.blocks(*shape), **parts)  # type: ignore[arg-type]
         tensors.add(codes.name, encoded)
         return
     raise _unfit(codes, problems, schemes)

@@ -9,7 +9,7 @@ from lineate.models.files.encodings.encoded import Encoded, Source, Stored
 from lineate.quantised.format import FP8, Format
 from lineate.quantised.rounding import FLOAT8
 
-__all__ = ["FLOAT8", "PlainCodes", "float8_format"]
+__all__ = ["FLOAT8", "PlainCodes", "SignedCodes", "float8_format"]
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,18 @@ class PlainCodes(Encoded):
         return source.rows(rows, matrix * height + first, matrix * height + last)
 
     def _unsigned(self, codes: Tensor) -> Tensor:
-        plain = codes.view(torch.uint8)
-        return plain if self.form is FP8 else plain ^ 128
+        return codes.view(torch.uint8)
 
     def _codes_text(self) -> str:
         return str(self.stored.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class SignedCodes(PlainCodes):
+    """A tensor of int8 numbers; the codes of the format are larger by 128."""
+
+    def _unsigned(self, codes: Tensor) -> Tensor:
+        return codes.view(torch.uint8) ^ 128
 
 
 def float8_format(scales: Stored) -> Format | None:

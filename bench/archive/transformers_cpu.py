@@ -1,9 +1,9 @@
 """transformers' own models with and without `lineate.integrations.transformers.enable()`, on a CPU, in one process.
 
-    python -m bench.models.transformers_cpu                           runs prefill, training step, decode of all models
-    python -m bench.models.transformers_cpu --only kimi,qwen          runs some models
-    python -m bench.models.transformers_cpu --profile                 also shows where the time of a prefill goes
-    python -m bench.models.transformers_cpu --json bench/out/transformers_cpu.json
+    python -m bench.archive.transformers_cpu                           runs prefill, training step, decode of all models
+    python -m bench.archive.transformers_cpu --only kimi,qwen          runs some models
+    python -m bench.archive.transformers_cpu --profile                 also shows where the time of a prefill goes
+    python -m bench.archive.transformers_cpu --json bench/out/transformers_cpu.json
 
 Both sides are one model with random float32 weights and the same inputs; they take turns. A table gives the differences
 of logits and gradients; a difference above 1e-4 ends the run with exit code 1.

@@ -1,6 +1,6 @@
 """Measure how long a chat takes while other clients send prompts that are far too long, or long to read.
 
-    python -m bench.serving.long_prompts --seconds 8 --json long-prompts.json
+    python -m bench.archive.long_prompts --seconds 8 --json long-prompts.json
 
 A real `lineate serve` answers: a small random model with a byte-level BPE of 4,096 tokens, Qwen's pieces, NFC and a
 chat template, unless --model names a folder. One client asks for short chats, one after another. For each kind of
@@ -268,7 +268,7 @@ def run(url: str, pool: ProcessPoolExecutor, kinds: list[str], asked: argparse.N
         rows.append({"kind": kind, "idle": numbers(idle), "busy": numbers(busy), "prompts": pressing.result()})
         print(line(rows[-1]), flush=True)
     return {
-        "command": " ".join(["python -m bench.serving.long_prompts", *given_command()]),
+        "command": " ".join(["python -m bench.archive.long_prompts", *given_command()]),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, torch {torch.__version__}",
         "context": asked.context,
         "rows": rows,

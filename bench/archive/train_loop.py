@@ -1,6 +1,6 @@
 """The steps of `lineate train` on a GPU: how much longer they take than the GPU works.
 
-    python -m bench.models.train_loop [--json FILE] [--patterns G,K] [--optimizers muon,adamw] [--rows 16]
+    python -m bench.archive.train_loop [--json FILE] [--patterns G,K] [--optimizers muon,adamw] [--rows 16]
 
 For each pattern (preset compact, about 50M parameters) and optimiser, a run of bfloat16 autocast on random text makes
 steps of rows x 4096 tokens in two ways, in turn: `ahead`, as `lineate train` does on one GPU, where the CPU queues a
