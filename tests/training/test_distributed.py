@@ -315,7 +315,7 @@ def test_optimizers_that_cannot_be_saved_or_loaded(tmp_path):
     ({"context": 0}, {}, "context must be a number of ranks, at least 1, got 0"),
     ({"context": 2}, {}, "context must divide the number of processes = 1, got 2"),
     ({"device": "tpu"}, {}, "device must be 'cpu' or 'cuda'"),
-    ({}, {"RANK": "0"}, "WORLD_SIZE must be set in the environment beside RANK"),
+    ({}, {"RANK": "0"}, "WORLD_SIZE must be set in the environment besides RANK"),
     ({}, {"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK in the environment must be a whole number"),
     ({"context": 2}, {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}, "number of processes = 3, got 2"),
 ])  # fmt: skip
