@@ -1,21 +1,21 @@
-"""Where softmax attention looks when there is nothing to read, with an output gate and without, on a toy task.
+"""Measure attention sinks on a toy task: the weights of tokens that need no content, with and without an output gate.
 
-One head is trained to give the content of a marked token at tokens that ask for it, and 0 at all others. Its weights
-sum to 1, so at those others it needs a token without content to look at (a sink), or a gate that shuts. Measured: 99%
-of the weight goes to the first token if that is empty; if it is not, a head without a gate is wrong by .56, one with a
-gate by .007. A head that has both still uses the sink: the gate makes it unnecessary here, it does not forbid it. This
-is one task and one seed; it does not show what large models do.
+One head is trained to return the content of a marked token at tokens that query it, and 0 at all others. Its weights
+sum to 1, so at the others it needs a token without content to attend to (a sink), or a gate that closes. Measured: 99%
+of the weight goes to the first token if that is empty. If it is not, the relative error is .56 without a gate and .007
+with one. A head that has both still uses the sink: the gate makes it unnecessary but does not prevent it. This is one
+task and one seed; it says nothing about large models.
 """
 
 import torch
 from torch import Tensor, nn
 
 CONTENT, HIDDEN, TOKENS = 16, 32, 24
-EMPTY, MARKED, ASKS, ALWAYS = range(CONTENT, CONTENT + 4)  # channels that say what a token is
+EMPTY, MARKED, ASKS, ALWAYS = range(CONTENT, CONTENT + 4)  # channels that mark the kind of a token
 
 
 def texts(n: int, sink: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, the target of each, and which of them ask: a fifth of those after the eighth."""
+    """Return tokens, the target of each, and a mask of the tokens that query: a fifth of those after the eighth."""
     x = torch.zeros(n, TOKENS, HIDDEN)
     x[..., :CONTENT], x[..., ALWAYS] = torch.randn(n, TOKENS, CONTENT), 3
     if sink:

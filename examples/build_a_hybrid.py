@@ -38,7 +38,7 @@ for step in range(1, 61):
     if step % 15 == 0:
         print(f"step {step:2d}: mean loss of the last 15 {sum(losses[-15:]) / 15:.2f}, at first {losses[0]:.2f}")
 
-# Reading on: the state stands for all tokens before, so that each step costs one token.
+# Generation: the state replaces all previous tokens, so each step reads one token.
 model.eval()
 made = list(b"Every op ")
 with torch.no_grad():

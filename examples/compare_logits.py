@@ -25,7 +25,7 @@ def make_checkpoint(folder: str) -> None:
     )  # fmt: skip
     model = Qwen3NextForCausalLM(config)
     for name, x in model.named_parameters():
-        if "norm" in name:  # a fresh model's are all 0 or all 1, which would hide mistakes
+        if "norm" in name:  # initial norms are all 0 or all 1, which would hide mistakes
             torch.nn.init.normal_(x, mean=0.5, std=0.3)
     model.save_pretrained(folder)
 

@@ -1,10 +1,10 @@
 """Gated DeltaNet without convolution, token by token: a layer that remembers in one k x v matrix a head.
 
     S'  = alpha_t S                            forget: alpha in (0, 1)
-    S   = S' + beta_t k_t (v_t - S'^T k_t)^T   correct what the memory answers to k_t, by beta in (0, 1)
+    S   = S' + beta_t k_t (v_t - S'^T k_t)^T   correct the value stored under k_t, by beta in (0, 1)
     o_t = S^T q_t / sqrt(k)                    read
 
-Then RMSNorm, an output gate and a projection. Forgetting and correcting are all it has: no cache grows.
+Then RMSNorm, an output gate and a projection. The layer has no growing cache.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Multi-head softmax attention with an output gate: o = attention(q, k, v) * sigmoid(gate), then the projection.
 
-Softmax weights sum to 1, so a head always reads something. The gate, made from the token itself, lets it write nothing.
-What that spares the head is measured in attention_sink.py.
+Softmax weights sum to 1, so a head always reads something. The gate, computed from the token itself, allows an output
+of 0. attention_sink.py measures the effect.
 """
 
 import torch
@@ -22,7 +22,7 @@ class OutputGatedAttention(nn.Module):
         scores = q @ k.mT / q.shape[-1] ** 0.5  # b h t t
         future = torch.ones(t, t, dtype=torch.bool).triu(1)
         weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-        o = (weights @ v).transpose(1, 2).reshape(b, t, hidden)  # heads side by side again
+        o = (weights @ v).transpose(1, 2).reshape(b, t, hidden)  # heads concatenated
         return self.out(o * self.gate(x).sigmoid())
 
 
@@ -30,7 +30,7 @@ torch.manual_seed(0)
 layer, x = OutputGatedAttention(64, heads=4), torch.randn(2, 50, 64)
 y = layer(x)
 
-# lineate's layer has one projection for q | gate | k | v, and keeps keys and values to go on from.
+# lineate's layer has one projection for q | gate | k | v, and returns keys and values as its state.
 fast = GatedAttention(64, heads=4, qk_norm=None)
 with torch.no_grad():
     fast.in_proj.weight.copy_(torch.cat([f.weight for f in (layer.q, layer.gate, layer.k, layer.v)]))
@@ -42,6 +42,6 @@ print(f"difference from lineate.layers.GatedAttention: {(whole - y).abs().max():
 print(f"the same in two parts, 30 tokens and 20:       {(torch.cat((first, rest), 1) - y).abs().max():.1e}")
 
 with torch.no_grad():
-    layer.gate.weight.mul_(100)  # gates that are open or shut
+    layer.gate.weight.mul_(100)  # saturate the gates
     shut = (layer.gate(x).sigmoid() < 0.01).float().mean()
 print(f"with 100 times the gate's weights {100 * shut:.0f}% of the channels are shut; softmax alone could shut none")

@@ -3,7 +3,7 @@
     from lineate.integrations import transformers as fast
     fast.enable()
 
-This example runs a small Kimi Linear with random weights, on whatever device torch has; the model stays transformers'.
+This example runs transformers' own Kimi Linear, small and with random weights, on a GPU if there is one.
 """
 
 import time

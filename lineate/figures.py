@@ -76,7 +76,7 @@ def wrapped(title: str, width: int = 42) -> str:
 
 
 def signed_map() -> "Colormap":
-    """Return colours for numbers of both signs, told apart in grey.
+    """Return colours for numbers of both signs that differ in grey as well.
 
     0 is white, positive numbers go to dark blue, negative ones to a light orange.
     """

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: what a page needs to read on the site as it reads beside the code.
+"""A hook of mkdocs that adapts pages for the site.
 
 - A link to a file outside docs/, which is no part of the site, becomes its text with the file's path behind it.
 - <a, b> in prose is an inner product, not a tag of HTML.

@@ -1,4 +1,4 @@
-"""The optional packages, the extra of lineate that brings each, and the one sentence about a missing one."""
+"""The optional packages, the extra of lineate that contains each, and the message about a missing one."""
 
 EXTRAS = {
     "cli": ("typer", "rich"),
@@ -11,12 +11,12 @@ EXTRAS = {
     ),
     "ray": ("ray",),
 }  # fmt: skip
-"""The packages that come with each extra; one that several bring stands with the smallest."""
+"""The packages of each extra; a package of several extras is listed with the smallest."""
 EXTRA_OF = {module: extra for extra, modules in EXTRAS.items() for module in modules}
 
 
 def missing_module(error: ImportError) -> str | None:
-    """Return the optional package whose absence an error of an import is about, or None.
+    """Return the optional package that is missing according to an import error, or None.
 
     Args:
         error: The error.
@@ -26,11 +26,11 @@ def missing_module(error: ImportError) -> str | None:
 
 
 def not_installed(what: str, module: str, extra: str | None = None) -> str:
-    """Return the sentence that says what needs a package, and how to install it.
+    """Return the message about a missing package: which command or module needs it, and how to install it.
 
     Args:
-        what: What needs it, such as "lineate serve".
+        what: The command or module that needs it, such as "lineate serve".
         module: The package.
-        extra: The extra that brings it; None: as EXTRAS says.
+        extra: The extra that contains it; None: the one in EXTRAS.
     """
     return f"{what} needs {module}, which is not installed; run pip install 'lineate[{extra or EXTRA_OF[module]}]'"

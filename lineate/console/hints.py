@@ -1,4 +1,4 @@
-"""Errors about arguments that a function does not have, with the name or the way that it has instead."""
+"""Errors about unknown arguments, with the correct name or usage."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -12,12 +12,12 @@ R = TypeVar("R")
 
 
 def hinted(hints: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator: a call with an unknown keyword raises a TypeError that says what to write instead.
+    """Return a decorator: a call with an unknown keyword raises a TypeError with the correct usage.
 
-    The keywords are only looked up once a call has failed. The signature stays that of the function.
+    The keywords are only looked up after a call has failed. The signature of the function is unchanged.
 
     Args:
-        hints: What to write, by names that people are used to from elsewhere.
+        hints: The correct usage, by argument names of other libraries.
     """
 
     def decorate(run: Callable[P, R]) -> Callable[P, R]:

@@ -32,7 +32,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
 
 
 def user_path(name: str | Path) -> Path:
-    """Return the path with its home folder in place of ~ or ~user; a user who does not exist stays, as in a shell."""
+    """Return the path with ~ or ~user replaced by the home folder; an unknown user is left unchanged, as in a shell."""
     return Path(os.path.expanduser(name))
 
 

@@ -57,8 +57,8 @@ def add_command(app: Any, command: Callable[..., None], *examples: str) -> None:
 
     Args:
         app: The application.
-        command: The command; the first paragraph of its docstring stands in the list of commands.
-        examples: Lines to type, of at most 74 characters, which are shown as they are.
+        command: The command; the first paragraph of its docstring is shown in the list of commands.
+        examples: Lines to type, of at most 74 characters, which are shown verbatim.
     """
     lines = "\n".join(f"  {line}" for line in examples)
     summary = " ".join((command.__doc__ or "").partition("\n\n")[0].split())

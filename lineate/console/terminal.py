@@ -1,7 +1,7 @@
 """Makes untrusted text safe to print on a terminal: names in files, texts of models, and messages.
 
-A tensor's name or a generated text may hold an escape sequence, which moves the cursor, hides what stands there or
-types a command, and square brackets that rich would read as markup. All such text passes through here.
+A tensor's name or a generated text may contain an escape sequence, which moves the cursor, hides text or types a
+command, and square brackets that rich would parse as markup. All such text passes through this module.
 """
 
 import io
@@ -19,10 +19,10 @@ KEPT = "\n\t\u200c\u200d"
 
 
 def printable(text: str) -> str:
-    """Return the text with a dot for every character that a terminal would obey or that cannot be seen.
+    """Return the text with a dot for every character that is invisible or controls the terminal.
 
     These are the control characters (ESC, carriage return, bell, and their 8-bit forms), those that turn the direction
-    of a line, lone surrogates, and code points without a meaning. Newlines, tabs and spaces of every width stay.
+    of a line, lone surrogates, and code points without a meaning. Newlines, tabs and spaces of every width are kept.
     """
     if text.isprintable():
         return text
@@ -30,7 +30,7 @@ def printable(text: str) -> str:
 
 
 def console(stderr: bool = False, width: int | None = None) -> "Console":
-    """Return a console of rich that shows strings as they are: no markup, no emoji codes, no control characters."""
+    """Return a console of rich that shows strings literally: no markup, no emoji codes, no control characters."""
     from rich.console import Console
 
     class Literal(Console):
@@ -41,7 +41,7 @@ def console(stderr: bool = False, width: int | None = None) -> "Console":
 
 
 def fail(error: Exception | str, code: int) -> NoReturn:
-    """End the program with a message: exit code 2 for a wrong request, 1 for what went wrong on the way."""
+    """End the program with a message: exit code 2 for a wrong request, 1 for a failure."""
     rank = os.environ.get("RANK", "0")
     name = "lineate" if rank == "0" else f"lineate, rank {rank}"
     print(f"{name}: {printable(str(error))}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The picture "attention": what each token reads of each value, for every rule and for softmax attention."""
+"""The picture "attention": the weight of each value in each token's output, for every rule and softmax attention."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ FADE_A_TOKEN = 0.8
 WRITES = ("A", "B", "C", "A'", "D")
 READS = ("?A", "?B", "?C", "?D")
 TOKENS_READ, MOST_TOKENS_READ = 32, 256
-"""How many tokens the model reads unless told otherwise, and how many at most."""
+"""The default and the largest number of tokens that the model reads."""
 PANEL = 215.0
 """The least length in points of the sides of a model's panel whose tokens have labels."""
 
@@ -43,7 +43,7 @@ def compute(options: PictureOptions) -> Numbers:
 
 
 def read_all() -> Numbers:
-    """Return what five writes and four reads give under every rule.
+    """Return the attention matrices of five writes and four reads under every rule.
 
     C's key is like B's (cosine 0.6), A' has A's key, and the gates close at D.
     """
@@ -60,7 +60,7 @@ def read_all() -> Numbers:
     per_head[at] = -torch.inf
     fading = torch.full((len(names), 1), FADE_A_TOKEN).log()
     beta = writes.float()[:, None]
-    k = q * writes[:, None, None]  # a token that only reads writes nothing
+    k = q * writes[:, None, None]  # tokens that only read write nothing
     matrices = {}
     for rule in RULES:
         closing = {"none": None, "head": per_head, "channel": per_channel}[rule.decays[0]]
@@ -126,7 +126,7 @@ def rule_matrix(found: Trace, rule: str) -> Tensor:
 
 
 def _note(name: str) -> str:
-    """Return what a reader may see in the panel of hand-made tokens."""
+    """Return the notes on the panel of hand-made tokens."""
     rule = rule_named(name)
     if rule is None:
         return "shares its weight among all"
@@ -171,7 +171,7 @@ def draw(numbers: Numbers) -> "Figure":
 
 
 def _labelled(found: Numbers) -> bool:
-    """Whether the texts of the tokens are known; files of earlier versions do not say."""
+    """Whether the texts of the tokens are known; files of earlier versions do not have them."""
     return bool(found.get("words_are_text"))
 
 
@@ -209,7 +209,7 @@ def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
         fontsize=12.5,
     )
     figure.supxlabel("whose value is read", fontsize=11.5)
-    figure.supylabel("who reads (below the line: queries)", fontsize=11.5)
+    figure.supylabel("reading token (below the line: queries)", fontsize=11.5)
 
 
 def _draw_model(figure: "SubFigure", found: Numbers) -> None:
@@ -252,7 +252,7 @@ def _draw_model(figure: "SubFigure", found: Numbers) -> None:
 PICTURE = Picture(
     "attention",
     "What each token reads of each value",
-    "The effective attention matrix of every rule beside softmax's, on hand-made tokens and on a model's q, k, gates.",
+    "The effective attention matrix of every rule and of softmax, on hand-made tokens and on a model's q, k, gates.",
     compute,
     draw,
     uses=("model", "pattern", "text", "layer", "head", "tokens", "seed", "quick"),

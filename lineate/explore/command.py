@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from lineate.explore.pictures import Picture, PictureOptions
 
 TEXT_FILE_ENDINGS = (".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".html")
-"""A word given as --text that ends like this is taken for the name of a file."""
+"""A --text of one word with this ending is treated as a file name."""
 MOST_TEXT_BYTES = 2**24
 """How many bytes of a text file are read at most."""
 
 
 @dataclass(frozen=True)
 class PictureArguments:
-    """What `lineate picture` is asked for: a field is an option of the command line."""
+    """The options of `lineate picture`: a field is an option of the command line."""
 
     name: str = argument("state, attention, growth, forgetting, recall, cost; all of them; or list.", "NAME")
     model: str | None = option(
@@ -73,7 +73,7 @@ def add_commands(app: "typer.Typer") -> None:
 
 
 def run_picture(asked: PictureArguments) -> None:
-    """Draw the pictures that were asked for, or list all; a wrong option ends the program."""
+    """Draw the requested pictures, or list all; a wrong option ends the program."""
     import matplotlib  # noqa: F401  # say now, not after computing, that it is missing
     import typer
 
@@ -116,7 +116,7 @@ def make(
         numbers = picture.compute(options)
         numbers["seconds_to_compute"] = round(time.perf_counter() - began, 2)
         save_numbers(picture.name, numbers, numbers_path)
-        numbers = load_numbers(picture.name, numbers_path)  # always draw what a file can hold
+        numbers = load_numbers(picture.name, numbers_path)  # draw exactly the numbers that the file holds
     else:
         numbers = load_numbers(picture.name, source)
     with styled():
@@ -134,7 +134,7 @@ def make(
 
 
 def options_for(picture: "Picture", given: dict[str, Any], several: bool) -> "PictureOptions":
-    """Return what the picture uses of what was given; one picture must use all of it, several may leave some out."""
+    """Return the given options that the picture uses; a single picture must use all of them."""
     from lineate.explore.pictures import PictureOptions
 
     unknown = set(picture.uses) - {f.name for f in fields(PictureOptions)}
@@ -144,7 +144,7 @@ def options_for(picture: "Picture", given: dict[str, Any], several: bool) -> "Pi
             uses = ", ".join(f"--{use}" for use in picture.uses) or "none"
             raise ValueError(f"--{name} has no meaning for {picture.name}, whose options are {uses}; leave it out")
     chosen = {name: value for name, value in given.items() if name in picture.uses}
-    if several and picture.name == "growth" and "model" not in given:  # it then shows the rules, which read no text
+    if several and picture.name == "growth" and "model" not in given:  # the rules read no text
         chosen = {name: value for name, value in chosen.items() if name not in ("text", "layer")}
     for name, least in (("layer", 0), ("head", 0), ("tokens", 1), ("seed", 0)):
         if name in chosen and not least <= chosen[name] < 2**63:
@@ -155,7 +155,7 @@ def options_for(picture: "Picture", given: dict[str, Any], several: bool) -> "Pi
 
 
 def read_text(given: str) -> str:
-    """Return the text itself, or what the file of that name holds."""
+    """Return the text itself, or the contents of the file of that name."""
     wanted = "--text must be a text or a file of text"
     if not given.strip():
         raise ValueError(f"{wanted}, got an empty one")

@@ -1,8 +1,8 @@
-"""What a memory costs as the text grows: bytes held, and time per token, against softmax attention.
+"""The cost of a memory against the length of the text: bytes and time per token, next to softmax attention.
 
-Prefill is one call of the public op over the whole text. Decode is one more token after it, from the state the
-prefill left. Softmax attention decodes at its best: torch's fused kernel over a cache laid out in advance, nothing
-copied or checked.
+Prefill is one call of the public op over the whole text. Decode is one more token after it, from the state the prefill
+left. Softmax attention decodes with torch's fused kernel over a preallocated cache, without copies or checks, its best
+case.
 """
 
 import time
@@ -83,7 +83,7 @@ def measure_cost(setting: CostSetting, report: OnProgress = silent) -> MeasuredC
     prefill: dict[str, list[float]] = {rule: [] for rule in DEMO_RULES}
     decode: dict[str, list[float]] = {rule: [] for rule in DEMO_RULES}
     with torch.inference_mode():
-        _measure_length(setting, setting.lengths[0], 1, silent)  # the first calls pay for setting up
+        _measure_length(setting, setting.lengths[0], 1, silent)  # the first calls include one-time setup
         for index, length in enumerate(setting.lengths):
             if lengths and _predict(prefill, lengths[-1], length) > setting.seconds:
                 break
@@ -154,7 +154,7 @@ def _attend(rule: str, tokens: _Tokens, state: Tensor | None) -> Tensor:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one thread: the matrices are small, and times do not depend on what else the machine does."""
+    """Compute with one thread: the matrices are small, and times depend less on other processes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

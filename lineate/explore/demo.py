@@ -25,7 +25,7 @@ PART_SECONDS = {
     "measuring the cost": 14.0,
     "drawing": 4.0,
 }
-"""The parts of the demo and roughly how many seconds each takes, so that the bar moves evenly."""
+"""The parts of the demo and the approximate seconds of each, so that the bar moves evenly."""
 FIGURES = {
     "1_interference.png": "Recall error against the number of pairs, and against how often the same pairs were told.",
     "2_overwrite.png": "Recall error of every key after every write, one panel per memory.",
@@ -33,9 +33,9 @@ FIGURES = {
     "4_compromises.png": "Errors that one gate can reach, against correcting and against a gate per channel.",
     "5_cost.png": "Bytes of state, time of the next token and time of reading, against the tokens of text.",
 }
-"""What the picture of each scene shows, for readers who cannot see it."""
+"""Alternative texts of the pictures of the scenes."""
 FRAME_SECONDS = 0.08
-"""How long one write stays on the screen, on a terminal."""
+"""Seconds that one write stays on the screen of a terminal."""
 
 
 def run_demo(out: Path, *, seed: int = 0, quick: bool = False, console: Console | None = None) -> findings.Results:
@@ -65,7 +65,7 @@ def run_demo(out: Path, *, seed: int = 0, quick: bool = False, console: Console 
         )
 
         stage.title("1  Many pairs in one memory")
-        stage.say("All pairs share one matrix. Look at the error as pairs are added, and as they are told again.")
+        stage.say("All pairs share one matrix. Look at the error as pairs are added, and as they are repeated.")
         filled = recall.interference(setting, stage.begin("filling the memories"))
         stage.show(tables.interference_table(filled), findings.interference_findings(filled))
         stage.note("All gates are open here: gated linear = linear, and Gated DeltaNet = Kimi Delta = DeltaNet.")
@@ -136,7 +136,7 @@ def run_demo(out: Path, *, seed: int = 0, quick: bool = False, console: Console 
 
 
 def _save_page(out: Path, said: Sequence[Section], results: findings.Results, quick: bool) -> None:
-    """Write what was said as `report.html`: the summary comes first, and every scene has its picture."""
+    """Write the output as `report.html`: the summary comes first, and every scene has its picture."""
     introduction, *scenes, summary, reasons = said
     for scene, (name, description) in zip(scenes, FIGURES.items(), strict=True):
         scene.image(out / name, description)
@@ -147,14 +147,14 @@ def _save_page(out: Path, said: Sequence[Section], results: findings.Results, qu
         introduction,
         [summary, reasons, *scenes],
         f"Made by `{command}` with lineate {results.lineate}, torch {results.torch}, Python {results.python}. "
-        "demo.json beside this page has all numbers.",
+        "demo.json next to this page has all numbers.",
     )
 
 
 class _Stage:
-    """Prints to the console and keeps what is said for the page; a terminal also shows a board and a progress bar.
+    """Prints to the console and keeps the output for the page; a terminal also shows a grid of keys and a progress bar.
 
-    Nothing is drawn in the background, because the scenes measure time.
+    No drawing happens in the background, because the scenes measure time.
     """
 
     def __init__(self, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""From numbers to words: every sentence is chosen by comparing what was measured."""
+"""Sentences about the results: each is selected by comparing measured numbers."""
 
 import json
 import platform
@@ -30,7 +30,7 @@ class SummaryRow:
     unseen: float
     """Length of the answer to keys never written, after many topics."""
     facts: float
-    """Error on facts to keep, after the scratch pad beside them was cleared."""
+    """Error on facts to keep, after the scratch pad in the other channels was cleared."""
     norm: float | None
     """Frobenius norm of the state after many writes; a cache has none."""
     bytes: int
@@ -48,7 +48,7 @@ class Reason:
     problem: str
     """What was wrong."""
     measure: str
-    """What the two numbers are."""
+    """The meaning of the two numbers."""
     value_before: float
     """The number of the rule it improves on; lower is better."""
     value: float
@@ -158,7 +158,7 @@ def _reasons(overwrite: Overwrite, topics: Topics, scratch_pad: ScratchPad, cost
 
 
 def change(before: float, after: float) -> str:
-    """Return two numbers as a movement in words."""
+    """Describe the change between two numbers."""
     if after > 1.05 * before + 0.005:
         return f"grows from {before:.2f} to {after:.2f}"
     if after < 0.95 * before - 0.005:
@@ -176,7 +176,7 @@ def size(count: float) -> str:
 
 
 def interference_findings(result: Interference) -> list[str]:
-    """Say what more pairs, and telling them again, do to the error."""
+    """Describe the effect of more pairs, and of repeating them, on the error."""
     linear, delta = result.error["linear_attention"], result.error["delta_rule"]
     again_linear, again_delta = (result.error_by_told[rule] for rule in ("linear_attention", "delta_rule"))
     expected = again_linear[-1] > again_linear[0] and again_delta[-1] < again_delta[0]
@@ -193,7 +193,7 @@ def interference_findings(result: Interference) -> list[str]:
 
 
 def overwrite_findings(result: Overwrite) -> list[str]:
-    """Say what is left of the old value, and what overwriting does to the other pairs."""
+    """Describe the remainder of the old value, and the effect of overwriting on the other pairs."""
     ghost, changed, kept = result.ghost, result.overwritten, result.kept
     linear, delta, softmax = "linear_attention", "delta_rule", "softmax_attention"
     both = min(map(max, result.kept_by_decay, result.overwritten_by_decay))
@@ -212,7 +212,7 @@ def overwrite_findings(result: Overwrite) -> list[str]:
 
 
 def topics_findings(result: Topics) -> list[str]:
-    """Say how the state grows, and what clearing it is good for."""
+    """Describe the growth of the state, and the benefit of clearing it."""
     many = result.writes.index(result.switches[-1])
     norm = {rule: values[many] for rule, values in result.norm.items()}
     linear, delta, gated = "linear_attention", "delta_rule", "gated_delta_rule"
@@ -231,7 +231,7 @@ def topics_findings(result: Topics) -> list[str]:
 
 
 def scratch_pad_findings(result: ScratchPad) -> list[str]:
-    """Say what one gate per channel is good for."""
+    """Describe the benefit of one gate per channel."""
     delta, gated, kimi = "delta_rule", "gated_delta_rule", "kimi_delta_attention"
     facts, unseen = result.facts, result.unseen
     both = min(map(max, result.facts_by_gate[gated], result.unseen_by_gate[gated]))
@@ -249,7 +249,7 @@ def scratch_pad_findings(result: ScratchPad) -> list[str]:
 
 
 def cost_findings(result: MeasuredCost) -> list[str]:
-    """Say from which length on a fixed memory pays."""
+    """Describe the length from which a fixed memory is faster."""
     softmax, linear, kimi = "softmax_attention", "linear_attention", "kimi_delta_attention"
     held, first, last = result.bytes, result.lengths[0], result.lengths[-1]
     decode, prefill = result.decode_microseconds, result.prefill_microseconds

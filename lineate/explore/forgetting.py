@@ -1,6 +1,6 @@
-"""How fast a model forgets: half-lives in tokens, ln 2 / -log_decay, of every head or channel, layer by layer.
+"""Half-lives of a model in tokens, ln 2 / -log_decay, of every head or channel, layer by layer.
 
-A decay is made anew from every token, so a head has many half-lives on a text; their median and quartiles are kept.
+A decay is computed from every token, so a head has many half-lives on a text; their median and quartiles are kept.
 """
 
 import math
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TOKENS_READ = 512
 LONGEST_HALF_LIFE = 1e9
-"""A half-life is cut off here: a decay of 1 never forgets, and JSON has no infinity."""
+"""The largest half-life: a decay of 1 never forgets, and JSON has no infinity."""
 
 
 @cpu_by_default

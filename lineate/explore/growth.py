@@ -1,4 +1,4 @@
-"""The picture "growth": the size of the state over a long text, and what is left of the newest pairs in it."""
+"""The picture "growth": the size of the state over a long text, and the recall of the newest pairs."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -31,9 +31,9 @@ HALF_LIFE = 256.0
 HALF_LIVES = (16.0, 4096.0)
 """The half-lives of Kimi Delta Attention's fastest and slowest channel; the others are even in the logarithm."""
 NEWEST = 16
-"""How many of the newest pairs are asked for."""
+"""How many of the newest pairs are recalled."""
 PIECE = 4096
-"""How many tokens are held at a time."""
+"""How many tokens are in memory at a time."""
 SETTING = RecallSetting(key_dim=64, trials=4)
 FLAT = 0.1
 """A state whose norm grows slower than t to this power, over the last decade, has levelled off."""
@@ -140,7 +140,7 @@ def grow_model(options: PictureOptions) -> Numbers:
         state = subject.model(ids[:, start:end], state=state, last_only=True).state
         if end in places:
             for n in layers:
-                columns = getattr(mixers[n], "value_dim", None)  # linear attention keeps a sum of keys behind
+                columns = getattr(mixers[n], "value_dim", None)  # without the column of key sums
                 memory = state.layers[n]["memory"][0, ..., :columns]
                 norm[n].append(float(f"{memory.norm(dim=(1, 2)).mean():.4g}"))
     return {

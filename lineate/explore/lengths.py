@@ -20,7 +20,7 @@ FEWEST_TOKENS, MOST_TOKENS = 256, 2**20
 
 @cpu_by_default
 def compute(options: PictureOptions) -> Numbers:
-    """Measure the demo's last scene, up to `tokens` tokens; lengths that would take too long are left out."""
+    """Measure the demo's last scene, up to `tokens` tokens; lengths that would take too long are skipped."""
     setting = CostSetting(seed=options.seed, seconds=10.0)
     if options.quick:
         setting = replace(setting, head_dim=32, lengths=(FEWEST_TOKENS, 1024, 4096), rounds=3, decode_rounds=2)

@@ -1,7 +1,7 @@
-"""Recall against load: pairs are written once into memories of the same number of bytes, and all are asked for.
+"""Recall against load: pairs are written once into memories of equal bytes, and all are queried.
 
-Nothing is trained. What each memory leaves open (rate, decay, ridge, length of keys) is the best of a few settings,
-chosen for every load on pairs that are not measured: by the share recalled, then by the error.
+Nothing is trained. The free settings of each memory (rate, decay, ridge, length of keys) are the best of a few, chosen
+for every load on other pairs: by the share recalled, then by the error.
 """
 
 import math
@@ -45,7 +45,7 @@ LearnedState = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class MemoryUnderLoad:
-    """A memory of one head that is asked for every pair written into it; k and v are `b n d`."""
+    """A memory of one head that is queried for every pair written into it; k and v are `b n d`."""
 
     kind: MixerKind
     """The row of the mixer that has it."""
@@ -172,7 +172,7 @@ def _first_weights(sizes: Sequence[int]) -> list[Tensor]:
 def _ttt(k: Tensor, v: Tensor, rate: float, length: float, expand: int) -> tuple[Tensor, LearnedState]:
     """TTT in chunks of 4.
 
-    Values are as long as what its norm gives, and keys are longer, because its bias answers all keys alike.
+    Values have the length of its norm's output, and keys are longer, because its bias affects all keys equally.
     """
     d = k.shape[-1]
     state: LearnedState = {}

@@ -1,7 +1,7 @@
 """The six memories of the demo: written through the public ops, read without changing them.
 
-A memory is asked for a key by reading its state, S^T k; softmax attention is asked by attending to its cache.
-Keys and values have length 1, so an error of 0 is perfect recall and an error of 1 is what an empty memory scores.
+A memory is queried by reading its state, S^T k; softmax attention by attending to its cache. Keys and values have
+length 1, so an error of 0 is perfect recall and an error of 1 is that of an empty memory.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,11 @@ FORGETTING = tuple(rule.name for rule in equation.RULES if rule.decays != ("none
 
 WrittenMemory = Tensor | lineate.KeyValueCache
 OnProgress = Callable[[float], None]
-"""A callback that is told how much of an experiment is done, from 0 to 1."""
+"""A callback with the progress of an experiment, from 0 to 1."""
 
 
 def silent(done: float) -> None:
-    """Ignore the progress of an experiment that nobody watches."""
+    """Ignore the progress of an experiment."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class RecallSetting:
     trials: int = 16
     """Independent memories, averaged."""
     similarity: float = 0.1
-    """Mean cosine between two keys of one topic: real keys are never quite orthogonal."""
+    """Mean cosine between two keys of one topic: real keys are never exactly orthogonal."""
     group: int = 8
     """Pairs in each group (old, kept, overwritten) of the overwriting experiment."""
     softmax_scale: float = 32.0
-    """Sharpness of softmax attention; the default 1/sqrt(k) is meant for keys of length sqrt(k), ours have length 1."""
+    """Sharpness of softmax attention; the default 1/sqrt(k) suits keys of length sqrt(k); these have length 1."""
     seed: int = 0
     """Seed of all keys and values."""
 
     def generator(self) -> torch.Generator:
-        """Return a fresh source of random numbers, so that every experiment starts from the same seed."""
+        """Return a new generator, so that every experiment starts from the same seed."""
         return torch.Generator().manual_seed(self.seed)
 
 
@@ -119,7 +119,7 @@ def attend(
 
 
 def read(memory: WrittenMemory, keys: Tensor, setting: RecallSetting) -> Tensor:
-    """Return what the memory answers to keys `b t h k`, without writing anything."""
+    """Return the memory's answers to keys `b t h k`, without writing."""
     if isinstance(memory, lineate.KeyValueCache):
         queries, cached_keys, cached_values = (x.transpose(1, 2) for x in (keys, memory.keys, memory.values))
         scale = setting.softmax_scale

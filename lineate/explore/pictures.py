@@ -1,4 +1,4 @@
-"""The pictures by name: each computes numbers, which JSON can hold, and draws from these numbers alone."""
+"""The pictures by name: each computes numbers that JSON can represent, and draws only from these numbers."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Numbers = dict[str, Any]
-"""What a picture shows, as JSON can hold it; units in the keys or under "units"."""
+"""The numbers of a picture, as JSON values; units in the keys or under "units"."""
 
 MODULES = {
     "state": "state",
@@ -27,14 +27,14 @@ MODULES = {
 
 @dataclass(frozen=True)
 class PictureOptions:
-    """What the user chose; None is the picture's own default. A picture reads what it names in `uses`."""
+    """The user's options; None is the picture's default. A picture reads the fields that it names in `uses`."""
 
     model: str | None = None
     """A checkpoint's folder or a preset's name; None is the built-in small model, or no model."""
     pattern: str | None = None
     """Mixers of a preset's layers."""
     text: str | None = None
-    """What the model reads: the text itself, not the name of a file."""
+    """The text that the model reads, not a file name."""
     layer: int | None = None
     """The layer, counted from 0."""
     head: int | None = None
@@ -53,7 +53,7 @@ class Picture:
     name: str
     title: str
     help: str
-    """One line that says what is to be seen."""
+    """A description in one line."""
     compute: Callable[[PictureOptions], Numbers]
     """Returns the numbers; raises ValueError or OSError before any work if the options cannot be served."""
     draw: Callable[[Numbers], "Figure"]
@@ -85,7 +85,7 @@ def save_numbers(name: str, numbers: Numbers, path: Path) -> None:
 
 
 def load_numbers(name: str, path: Path) -> Numbers:
-    """Return what save_numbers wrote for this picture."""
+    """Return the numbers that save_numbers wrote for this picture."""
     try:
         numbers = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The demo's numbers as pictures: titles say what was found; one colour per rule, safe for colour-blind readers."""
+"""The demo's numbers as pictures: titles state the results; one colour per rule, safe for colour-blind readers."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -113,7 +113,7 @@ def plot_overwrite(result: Overwrite) -> Figure:
 
 
 def plot_topics(result: Topics) -> Figure:
-    """Draw the norm of the state over a stream of topics, and what the last topic is like afterwards."""
+    """Draw the norm of the state over a stream of topics, and the error on the last topic afterwards."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 4.8), width_ratios=(1.3, 1))
     _lines(left, result.writes, result.norm, marker=False)
     for switch in result.switches:
@@ -136,7 +136,7 @@ def plot_topics(result: Topics) -> Figure:
 
 
 def plot_compromises(overwrite: Overwrite, pad: ScratchPad) -> Figure:
-    """Draw what one gate for everything can reach, against correcting and against a gate per channel."""
+    """Draw the best results of one gate for everything, against correcting and against a gate per channel."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5))
     _curve(
         left,

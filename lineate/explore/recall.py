@@ -1,11 +1,11 @@
 """Four experiments, one question each: what does a memory of fixed size remember, and what does it forget?
 
-    interference   how many pairs fit, and does telling them again help?
+    interference   how many pairs fit, and does repeating them help?
     overwrite      can one value be replaced while the others stay?
-    topics         what is left of many writes when the subject changes?
+    topics         how much of many writes remains when the subject changes?
     scratch_pad    can one part be forgotten while another stays?
 
-Gates are set by hand, the best way each rule allows: open (1) unless something should be forgotten.
+Gates are set by hand to the best values of each rule: open (1) unless something should be forgotten.
 """
 
 from collections.abc import Callable
@@ -47,15 +47,15 @@ class Interference:
     """Recall error of all pairs, against how many there are and how often they were told."""
 
     key_dim: int
-    """Channels of a key: so many pairs fit without interference, if their keys are orthogonal."""
+    """Channels of a key: the number of pairs that fit without interference, if their keys are orthogonal."""
     pairs: tuple[int, ...]
     """How many pairs were written, once each."""
     error: dict[str, tuple[float, ...]]
     """Recall error of all of them, per rule."""
     repeated_pairs: int
-    """How many pairs were told again and again."""
+    """How many pairs were written repeatedly."""
     told: tuple[int, ...]
-    """How often they were told."""
+    """How often they were written."""
     error_by_told: dict[str, tuple[float, ...]]
     """Recall error of all of them, per rule."""
 
@@ -125,7 +125,7 @@ class ScratchPad:
     facts: dict[str, float]
     """Recall error of the facts, written long ago and still needed."""
     new: dict[str, float]
-    """Recall error of what was written on the scratch pad after it was cleared."""
+    """Recall error of the pairs written on the scratch pad after it was cleared."""
     unseen: dict[str, float]
     """Length of the answer to scratch keys that were never written: it should be 0."""
     gates: tuple[float, ...]
@@ -138,7 +138,7 @@ class ScratchPad:
 
 @cpu_by_default
 def interference(setting: RecallSetting, report: OnProgress = silent) -> Interference:
-    """Write more and more pairs; then write one set of pairs again and again."""
+    """Write more and more pairs; then write one set of pairs repeatedly."""
     dim, generator = setting.key_dim, setting.generator()
     counts = tuple(2**power for power in range((4 * dim).bit_length()) if 2**power <= 4 * dim)
     keys, values = pairs(setting, counts[-1], generator)

@@ -1,6 +1,6 @@
-"""The demo as one HTML page that needs nothing else: pictures inside, readable in light, in dark and on paper.
+"""The demo as one self-contained HTML page with embedded pictures, for light and dark screens and for print.
 
-The page is made of what the terminal shows: the same rich tables, the same sentences. All text is escaped.
+The page has the contents of the terminal: the same rich tables, the same sentences. All text is escaped.
 """
 
 import base64
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-"""A browser that knows this policy loads nothing from anywhere."""
+"""The content security policy: browsers load nothing else."""
 PAGE_STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1d2127; --soft: #5b6470; --line: #d5dae1; --best: #00694d; }
 @media (prefers-color-scheme: dark) {
@@ -65,7 +65,7 @@ img { display: block; width: 100%; height: auto; padding: .5rem; background: #ff
 
 
 class Section:
-    """One part of the page: a heading, and below it what is added, in order."""
+    """One part of the page: a heading and the added contents, in order."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -80,7 +80,7 @@ class Section:
         self.parts.append(f'<p class="note">{escape(text)}</p>')
 
     def sentences(self, sentences: Sequence[str]) -> None:
-        """Add what was found, a point each."""
+        """Add findings as a list."""
         self.parts.append("<ul>\n" + "\n".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "\n</ul>")
 
     def table(self, table: Table) -> None:

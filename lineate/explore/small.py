@@ -35,7 +35,7 @@ VERSION = 1
 def small_model() -> HybridLM:
     """Return the model from the user's cache folder, else train it now (about 7 s) and keep it there if possible."""
     folder = cache_folder() / f"small-{_fingerprint()}"
-    with suppress(Exception):  # a damaged cache costs only time
+    with suppress(Exception):  # with a damaged cache the model is trained anew
         return HybridLM.from_pretrained(folder, progress=False)
     model = train_small(TRAINING_STEPS)
     with suppress(OSError):
@@ -47,7 +47,7 @@ def small_model() -> HybridLM:
 def train_small(steps: int) -> HybridLM:
     """Return a trained model, the same for the same text, torch and machine.
 
-    The caller's random numbers stay as they were.
+    The caller's random state is unchanged.
     """
     from lineate.training.optim import make_optimizer
 
@@ -93,7 +93,7 @@ def _fingerprint() -> str:
 
 
 def _keep(model: HybridLM, folder: Path) -> None:
-    """Write beside the target and rename, so that no other process ever sees half a model."""
+    """Write next to the target and rename, so that no other process ever sees an incomplete model."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".small-", dir=folder.parent))
     try:

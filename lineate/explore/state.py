@@ -22,9 +22,9 @@ EVENTS = ("write A", "write B", "A again,\nnew value", "forget A,\nwrite C")
 CHANNEL = {"A": 1, "B": 5, "C": 3}
 """The key channel of each key; the first half is what Kimi Delta Attention forgets."""
 FADE_TO_REPLACE = 0.5
-"""The share that gated linear attention keeps of everything to make room for A's new value."""
+"""The decay with which gated linear attention makes room for A's new value."""
 TOKENS_READ, MOST_TOKENS_READ = 192, 2048
-"""How many tokens the model reads unless told otherwise, and how many at most."""
+"""The default and the largest number of tokens that the model reads."""
 LABELLED, LINE = 64, 460.0
 """Up to how many tokens are labelled below the norms, and the points that all of their labels share."""
 STEADY = 1.15
@@ -85,7 +85,7 @@ def write_four() -> Numbers:
 
 
 def watch_model(options: PictureOptions) -> Numbers:
-    """Return S of one head along a text, and what every token writes, corrects and forgets."""
+    """Return S of one head along a text, and the write, correction and forgetting of every token."""
     subject = open_subject(options)
     layer = choose_layer(subject, options)
     head = choose_head(subject, layer, options)
@@ -122,8 +122,8 @@ def watch_model(options: PictureOptions) -> Numbers:
 def steps(found: Trace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the states `t k v` of one head and three norms `t` for each token.
 
-    These are the norms of what it adds (beta k v^T), of what it takes back of its key's old value (beta k (S'^T k)^T),
-    and of what is forgotten before it (S - S').
+    These are the norms of its write (beta k v^T), of the erased old value of its key (beta k (S'^T k)^T), and of the
+    part forgotten before it (S - S').
     """
     k, v = found.k[:, 0], found.v[:, 0]
     count = len(k)
@@ -190,7 +190,7 @@ def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
 
 
 def formula(name: str) -> str:
-    """Return what a token does to S under a rule, with beta = 1."""
+    """Return the formula of a token's effect on S under a rule, with beta = 1."""
     rule = rule_named(name)
     assert rule is not None
     kept = {"none": "S", "head": r"a\,S", "channel": r"\mathrm{Diag}(a)\,S"}[rule.decays[0]]
@@ -257,7 +257,7 @@ def _draw_model(figure: "SubFigure", found: Numbers) -> None:
 
 
 def how_it_goes(norm: list[float]) -> str:
-    """Say whether the norm grows, falls or stays from the second quarter of a text to its last quarter."""
+    """Describe whether the norm grows, falls or stays from the second quarter of a text to its last quarter."""
     quarter = len(norm) // 4
     if not quarter:
         return f"norm {norm[-1]:.3g} after {len(norm)} token{'s' if len(norm) > 1 else ''}"

@@ -1,4 +1,4 @@
-"""The model that a picture shows, the text it reads, and what the rules of its layers are given on that text."""
+"""The model of a picture, the text it reads, and the inputs of its layers' rules on that text."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ from lineate.text import PublishedTokenizer, Tokenizer
 from lineate.torch_ops.tracing import cpu_by_default
 
 SMALL_PRESETS = ("tiny", "small", "compact", "base")
-"""Presets that are drawn with random weights; larger ones would take minutes and show the same."""
+"""Presets that are drawn with random weights; larger ones take minutes and show no more."""
 
 TEXT = '''def mean(values):
     """The mean of some numbers."""
@@ -44,12 +44,12 @@ def spread(values):
         total = total + (value - center) ** 2
     return (total / len(values)) ** 0.5
 '''
-"""What a model reads if no text is given."""
+"""The default text of a model."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, made when it is first asked for, and how it reads text."""
+    """A model, created at its first use, and its encoding of text."""
 
     config: HybridConfig
     make: Callable[[], HybridLM]
@@ -95,7 +95,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Trace:
-    """What the rule of one layer was given on a text; the layer's output is rule(q, k, v, log_decay, beta)."""
+    """The inputs of one layer's rule on a text; the layer's output is rule(q, k, v, log_decay, beta)."""
 
     layer: int
     letter: str
@@ -148,7 +148,7 @@ class Trace:
 
 
 def wants_model(options: PictureOptions) -> bool:
-    """Whether a picture with a hand-made part also shows a model; a quick one does only if it is asked to."""
+    """Whether a picture with a hand-made part also shows a model; a quick one only on request."""
     asked = (options.model, options.pattern, options.text, options.layer, options.head, options.tokens)
     return not options.quick or any(x is not None for x in asked)
 
@@ -204,7 +204,7 @@ def _from_folder(given: str) -> Subject:
 
 
 def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]] | None, Callable[[int], str] | None]:
-    """Return how the tokenizer of a folder encodes a text and what a token is as a word; None if there is none."""
+    """Return the functions of a folder's tokenizer that encode a text and show a token; None if there is none."""
     from lineate.text import has_tokenizer, load_tokenizer
 
     if not has_tokenizer(folder):
@@ -213,7 +213,7 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]] | None, Callabl
 
 
 def reader_of(tokenizer: Tokenizer) -> tuple[Callable[[str], list[int]], Callable[[int], str]]:
-    """Return how a tokenizer encodes a text, and what a token is as a word."""
+    """Return the functions of a tokenizer that encode a text and show a token."""
     encode = tokenizer.encode_rendered if isinstance(tokenizer, PublishedTokenizer) else tokenizer.encode
     return encode, lambda number: tokenizer.shown_bytes(number, True).decode("utf-8", "replace")
 
@@ -230,7 +230,7 @@ def _decoder(tokenizer: Any) -> Callable[[int], str]:
 
 
 def choose_layer(subject: Subject, options: PictureOptions) -> int:
-    """Return options.layer if it can be pictured, else the middle one of the last kind of mixer that there is."""
+    """Return options.layer if it can be pictured, else the middle layer of the last available kind of mixer."""
     letters, pictured = subject.config.letters, subject.pictured
     if not pictured:
         known = ", ".join(kind.letter for kind in kinds() if kind.trace is not None)
@@ -261,7 +261,7 @@ def choose_head(subject: Subject, layer: int, options: PictureOptions) -> int:
 @torch.no_grad()
 @cpu_by_default
 def trace(model: HybridLM, ids: Tensor, layers: Sequence[int] | None = None) -> list[Trace]:
-    """Return what each layer that can be pictured (or each of those named) gives its rule on ids `1 t`."""
+    """Return the rule inputs of each layer that can be pictured (or each of those named) on ids `1 t`."""
     wanted = [n for n in _pictured(model.config) if layers is None or n in layers]
     with caught(model, wanted) as inputs:
         model(ids, last_only=True)
@@ -275,7 +275,7 @@ def _pictured(config: HybridConfig) -> list[int]:
 
 @contextmanager
 def caught(model: HybridLM, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Catch what the mixers of these layers read, `1 t hidden`, while the model runs inside."""
+    """Record the inputs of these layers' mixers, `1 t hidden`, while the model runs inside."""
     found: dict[int, Tensor] = {}
 
     def catch(n: int, mixer: nn.Module, given: tuple[Any, ...]) -> None:

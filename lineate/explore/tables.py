@@ -31,7 +31,7 @@ class Column(NamedTuple):
 
 
 def interference_table(result: Interference) -> Table:
-    """Return recall errors against the number of pairs, and against how often they were told."""
+    """Return recall errors against the number of pairs, and against the number of repetitions."""
     shown = [index for index, count in enumerate(result.pairs) if count >= 8][::2]
     columns = [
         Column(f"{result.pairs[i]}\npairs", {rule: error[i] for rule, error in result.error.items()}, _number)
@@ -43,7 +43,7 @@ def interference_table(result: Interference) -> Table:
 
 
 def overwrite_table(result: Overwrite) -> Table:
-    """Return recall errors of the three groups, and what is left of the old value."""
+    """Return recall errors of the three groups, and the remainder of the old value."""
     return _table(
         "recall error",
         [
@@ -102,7 +102,7 @@ def cost_table(result: MeasuredCost) -> Table:
 
 
 def summary_table(results: Results) -> Table:
-    """Return one row per memory: what it remembers, what it forgets, what it costs."""
+    """Return one row per memory: recall, forgetting, cost."""
     rows = results.summary
     columns = [
         Column("kept", {rule: row.kept for rule, row in rows.items()}, _number),

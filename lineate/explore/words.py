@@ -1,4 +1,4 @@
-"""Tokens as labels of an axis: every character is visible, none is read as a formula, and long labels are cut."""
+"""Tokens as labels of an axis: every character is visible, none is parsed as a formula, and long labels are cut."""
 
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MARKS = {" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5"}
-"""An open box, a return arrow and a tab arrow stand for what is not seen."""
+"""An open box, a return arrow and a tab arrow stand for invisible characters."""
 LONGEST_LABEL = 10
 """How many characters a label has at most."""
 LARGEST, SMALLEST = 9.0, 4.5
@@ -16,7 +16,7 @@ FONT_FAMILY = "monospace"
 
 
 def visible(word: str, drawable: Container[int] | None = None) -> str:
-    r"""Return a word with marks for blanks, and \x1b, \u4e2d, .. for what cannot be printed, or is not `drawable`."""
+    r"""Return a word with marks for blanks, and \x1b, \u4e2d, .. for characters that are not printable or drawable."""
     return "".join(_seen(letter, drawable) for letter in word)
 
 
@@ -33,14 +33,14 @@ def cut(word: str, longest: int = LONGEST_LABEL) -> str:
 
 
 def label_tokens(axes: "Axes", words: Sequence[str], points: float, both: bool = False) -> None:
-    """Put the tokens 1, 2, .. on the x axis, which is so many points long (and on the y axis)."""
+    """Put the tokens 1, 2, .. on the x axis, which is `points` long (and on the y axis)."""
     pitch = points / len(words)
     every = max(1, -(-SMALLEST // (0.92 * pitch)))
     size = min(LARGEST, 0.92 * pitch * every)
     places = range(1, len(words) + 1, int(every))
     glyphs = _glyphs()
     labels = [cut(visible(words[place - 1], glyphs)) for place in places]
-    narrow = max(map(len, labels)) == 1  # these fit beside each other
+    narrow = max(map(len, labels)) == 1  # these fit next to each other
     look: dict[str, Any] = {"fontsize": size, "family": FONT_FAMILY, "parse_math": False}
     axes.set_xticks(places, labels, rotation=0 if narrow else 90, **look)
     if both:

@@ -1,7 +1,6 @@
 """A small model that needs no download: trained once on Python's own documentation, then kept in the cache folder.
 
-It answers in the words of that documentation, without understanding them: enough to try a command with, and to see
-states, caches and samplers at work.
+Its answers imitate that documentation without meaning, which is enough to try commands, states, caches and samplers.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ from lineate.system.seeding import own_random_numbers
 from lineate.text import Bytes, Tokenizer, load_tokenizer
 
 RECIPE = 1
-"""A model that another recipe made is trained again; count up with every change below."""
+"""The version of the recipe; models of other versions are retrained. Increase it with every change below."""
 STEPS, ROWS, TOKENS = 200, 8, 160
 RATE = 5e-3
 LONGEST = 240
@@ -48,7 +47,7 @@ def builtin_model(report: Report | None = None) -> tuple[HybridLM, Tokenizer]:
         try:
             return HybridLM.from_pretrained(place, progress=False), load_tokenizer(place)
         except (ValueError, OSError) as error:
-            say(f"the built-in model in {place} is damaged and is made again: {error}")
+            say(f"the built-in model in {place} is damaged and is trained again: {error}")
             shutil.rmtree(place, ignore_errors=True)
     say("training the built-in model on Python's documentation; this happens once and takes some seconds")
     model = train_builtin(STEPS)
@@ -62,7 +61,7 @@ def builtin_model(report: Report | None = None) -> tuple[HybridLM, Tokenizer]:
 
 
 def builtin_folder() -> Path:
-    """Return where the built-in model of this version is kept; the folder is there only if it has been trained."""
+    """Return the folder of the built-in model of this version, which exists only if the model has been trained."""
     from lineate import __version__
 
     made_from = (RECIPE, __version__, sys.version_info[:2], torch.__version__)
@@ -71,7 +70,7 @@ def builtin_folder() -> Path:
 
 @torch.inference_mode(False)
 def train_builtin(steps: int) -> HybridLM:
-    """Return the built-in model, trained for so many steps; torch's random numbers are left as they were.
+    """Return the built-in model, trained for a number of steps; torch's random state is unchanged.
 
     Args:
         steps: Steps of AdamW.
@@ -125,7 +124,7 @@ def _topics() -> dict[str, str]:
     """Return texts of Python's documentation by topic: its language reference, or else the help of its builtins."""
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions leave it out
+    except ImportError:  # some distributions omit it
         import builtins
 
         return {name: value.__doc__ for name, value in vars(builtins).items() if isinstance(value.__doc__, str)}
@@ -133,7 +132,7 @@ def _topics() -> dict[str, str]:
 
 
 def _keep(model: HybridLM, tokenizer: Tokenizer, place: Path) -> None:
-    """Write the model to its folder completely or not at all; one that another process has written since stays."""
+    """Write the model to its folder completely or not at all; one that another process has just written is kept."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".partial-") as partial:
         made = Path(partial) / "model"

@@ -22,7 +22,7 @@ from lineate.torch_ops.tracing import is_eager
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one sequence are chosen.
+    """The sampling options of one sequence.
 
     Args:
         temperature: Divides the logits; 0 takes the likeliest token.
@@ -80,10 +80,10 @@ class Sampling:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     def resolved(self, vocab: int) -> "Draw":
-        """Return how a row is drawn, in numbers that need no further thought.
+        """Return the options of a row resolved to numbers.
 
         Args:
-            vocab: How many tokens there are.
+            vocab: The number of tokens.
         """
         limits, seed = torch.finfo(torch.float32), (self.seed + 2**63) % 2**64 - 2**63
         temperature = min(max(self.temperature, limits.tiny), limits.max)
@@ -94,7 +94,7 @@ class Sampling:
 
 
 class Draw(NamedTuple):
-    """How one row is drawn.
+    """The resolved sampling options of one row.
 
     Args:
         kind: Which tokens it is drawn from; None: the likeliest is taken.
@@ -164,7 +164,7 @@ class Draws:
         tokens = draws.try_tokens(logits, positions)         # those of choose_tokens, or -1
 
     Args:
-        rows: How each row is drawn; None for a row that is left out.
+        rows: The options of each row; None for a row that is left out.
         device: The device of the logits.
     """
 
@@ -175,8 +175,8 @@ class Draws:
     def try_tokens(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Return the token of each row, `rows`; -1 where choose_tokens must be called.
 
-        That is for rows that are left out, for logits that are not finite, and rarely for a row that is so flat that
-        more of its tokens must be looked at than is usual.
+        These are rows that are left out, rows whose logits are not finite, and rarely a row that is so flat that more
+        of its tokens must be checked than usual.
 
         Args:
             logits: Logits `rows vocab`; they are not changed.
@@ -193,7 +193,7 @@ class Draws:
 
 
 class _Group(NamedTuple):
-    """Rows that are drawn alike.
+    """Rows that are drawn in the same way.
 
     Args:
         at: Which rows; None: all.
@@ -229,7 +229,7 @@ class _Group(NamedTuple):
 
 
 def _grouped(rows: Sequence[Draw | None], device: torch.device) -> list[_Group]:
-    """Return the rows in groups that are drawn alike."""
+    """Return the rows in groups that are drawn in the same way."""
     groups: dict[Kind | None, list[int]] = {}
     for n, row in enumerate(rows):
         if row is not None:
@@ -278,7 +278,7 @@ def adjusted(
     Args:
         logits: Logits `rows vocab`.
         sampling: The options of each row, whose biases name tokens of the vocabulary.
-        seen: What choose_tokens takes.
+        seen: As for choose_tokens.
     """
     biased = [n for n, row in enumerate(sampling) if row.logit_bias]
     counted = [] if seen is None else [n for n, row in enumerate(sampling) if row.penalised and seen[n]]

@@ -45,7 +45,7 @@ class DrawingArguments:
     dtype: str = option("auto", "float32, bfloat16, ...; auto: as stored.")
     device: str = option("auto", "cpu, cuda, or auto: a GPU if there is one.")
     bits: str | None = option(None, "Keep large weights in 16, 8 or 4 bits or fp8; none: as stored.")
-    raw: bool = option(False, "Write control characters as they are, not as dots: for a file.", "--raw")
+    raw: bool = option(False, "Write control characters unchanged, not as dots: for a file.", "--raw")
 
     @property
     def sampling(self) -> "SamplingFlags":
@@ -61,7 +61,7 @@ class _Prompted:
     """The model and the prompt of `lineate generate`."""
 
     folder: str = argument("Folder of a run, or of a model and tokenizer, or a hub name.", "RUN")
-    prompt: str | None = option(None, "What the text starts with; - or none: standard input.", "--prompt", "-p")
+    prompt: str | None = option(None, "The beginning of the text; - or none: standard input.", "--prompt", "-p")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class _Instructed:
     folder: str | None = argument(
         "Folder of a run, or of a model and tokenizer, or a hub name; none: a small model.", "[RUN]", None
     )
-    system: str = option("", "What the model is told before the conversation.")
+    system: str = option("", "The system message.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class ChatArguments(DrawingArguments, _Instructed):
 
     tokens: int = option(1024, "Most tokens of an answer.", "--max-tokens", "--tokens", least=1)
     resume: str | None = option(
-        None, "Go on with what /save wrote into this file; its options replace those here.", metavar="FILE"
+        None, "Continue the conversation that /save wrote to this file, with its options.", metavar="FILE"
     )
 
 
@@ -95,11 +95,11 @@ def add_commands(app: "typer.Typer") -> None:
     """Add both commands to the application."""
 
     def generate(**given: Any) -> None:
-        """Continue a prompt with a trained model; the text appears as it is made."""
+        """Continue a prompt with a trained model; the text is printed while it is generated."""
         _generate(GenerateArguments(**given))
 
     def chat(**given: Any) -> None:
-        """Talk with a model in the terminal; a turn reads only what is new. /help lists what can be typed."""
+        """Talk with a model in the terminal; a turn reads only new tokens. /help lists the commands."""
         asked = ChatArguments(**given)
         try:
             run_chat(
@@ -142,7 +142,7 @@ def _generate(asked: GenerateArguments) -> None:
 
 
 def read_prompt(given: str | None) -> str:
-    """Return the prompt: what was given, or standard input, without its last newline; "" if that is a terminal.
+    """Return the prompt: the option, or standard input, without its last newline; "" if that is a terminal.
 
     Args:
         given: The option --prompt.
@@ -166,17 +166,17 @@ def run_generate(
     bits: int | str | None = None,
     job: "RankedJob | None" = None,
 ) -> None:
-    """Print a prompt and its continuation, and how fast it was made to standard error.
+    """Print a prompt and its continuation, and the tokens per second to standard error.
 
     Args:
         folder: Folder of a run, or of a model with its tokenizer, or a name on the hub.
         prompt: The text to continue.
-        sampling: The sampling options that were given; the checkpoint's defaults, or else OWN, say the others.
+        sampling: The given sampling options; the others are the checkpoint's defaults, or else OWN.
         tokens: The most tokens to add.
         stop: Strings that end the text; they are not printed.
         dtype: Name of the dtype of the weights; "auto": as stored.
         device: "cpu", "cuda", or "auto".
-        raw: Print control characters as they are, rather than as dots.
+        raw: Print control characters unchanged, rather than as dots.
         bits: Bits of large weights, 16, 8 or 4, or "fp8"; None: as stored.
         job: The processes that share the model, of which rank 0 prints; None: there is one.
     """
@@ -240,15 +240,15 @@ def run_chat(
 
     Args:
         folder: Folder of a run, or of a model with its tokenizer, or a name on the hub; None: the built-in model.
-        sampling: The sampling options that were given; the checkpoint's defaults, or else OWN, say the others.
-        system: What the model is told before the conversation.
+        sampling: The given sampling options; the others are the checkpoint's defaults, or else OWN.
+        system: The system message.
         tokens: The most tokens of an answer.
         stop: Strings that end an answer.
         dtype: Name of the dtype of the weights; "auto": as stored.
         device: "cpu", "cuda", or "auto".
-        raw: Print control characters as they are, rather than as dots.
+        raw: Print control characters unchanged, rather than as dots.
         bits: Bits of large weights, 16, 8 or 4, or "fp8"; None: as stored.
-        resume: A file that /save wrote, with which to go on.
+        resume: A file of /save, from which to continue.
     """
     from lineate.console.names import user_path
     from lineate.generation.chat import Conversation
@@ -275,7 +275,7 @@ def run_chat(
 
 
 def _say_defaults(model: "HybridLM", sampling: "SamplingFlags") -> None:
-    """Say which sampling options come from the checkpoint, if any do."""
+    """Print the sampling options of the checkpoint, if it has any."""
     if found := sampling.used(model.sampling_defaults):
         text = f"[sampling of the checkpoint: {found}; --sampling-defaults none leaves it out]"
         print(text, file=sys.stderr, flush=True)

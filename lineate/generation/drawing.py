@@ -18,13 +18,13 @@ GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 FIRST, SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 """The factors of splitmix64's finaliser."""
 BITS = 40
-"""Uniform numbers have so many bits; then even a token with a probability of 1e-10 is drawn as often as it should."""
+"""Bits of a uniform number; even a token with a probability of 1e-10 is drawn with the right frequency."""
 BLOCK = 64
-"""Noise is made in blocks of so many tokens, a power of 2: a block's highest noise is known from one hash."""
+"""Tokens of a block of noise, a power of 2: one hash gives the highest noise of a block."""
 SLACK = 1e-3
 """Bounds on noise are this much wider than in exact arithmetic."""
 FEW_BLOCKS = 64
-"""Draws that do not wait for the device look at so many blocks of a row, which nearly always suffices."""
+"""Blocks of a row that draws without waiting for the device check, which nearly always suffices."""
 
 Kind = Literal["plain", "top_k", "top_p"]
 """Which tokens of a row are drawn from: all, the k likeliest, or the likeliest whose probabilities reach p."""
@@ -34,7 +34,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """Return the noise of tokens, float32.
 
     The uniform numbers of a block of 64 tokens are drawn as their minimum m, the token that has it, and 63 numbers
-    between m and 1: then they are independent, and m alone says how high the noise of the block is.
+    between m and 1: then they are independent, and m alone bounds the noise of the block.
 
     Args:
         seeds: The seed of each row, int64 `rows`.
@@ -81,14 +81,14 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers as a tensor on a device, without waiting for what the device is doing.
+    """Return numbers as a tensor on a device, without waiting for the device.
 
     Args:
         values: The numbers.
         dtype: The dtype.
         device: The device.
     """
-    pinned = device.type == "cuda"  # other memory would be copied after all that was launched before
+    pinned = device.type == "cuda"  # memory that is not pinned would be copied after all earlier launches
     return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=pinned).to(device, non_blocking=pinned)
 
 
@@ -129,14 +129,14 @@ class Rows:
 
         Args:
             blocks: Which blocks, `rows blocks` in order.
-            real: Whether a block is meant; the logits of others are -inf.
+            real: Whether a block is valid; the logits of others are -inf.
         """
         ids = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device=self.device)).flatten(1)
         values = self.scaled(self.logits.gather(-1, ids))
         return ids, values.masked_fill_(~real[:, :, None].expand(-1, -1, BLOCK).flatten(1), -torch.inf)
 
     def few_candidates(self, bounds: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what candidates does for the wanted ones of the blocks with the highest bounds, FEW_BLOCKS at most.
+        """Return the candidates in the wanted ones of the FEW_BLOCKS blocks with the highest bounds.
 
         Args:
             bounds: A number for each block, `rows blocks`; of equal ones the lower block counts as higher.
@@ -157,9 +157,9 @@ class Rows:
         return self.winners(*self.candidates(*_packed(bounds >= reached)))
 
     def try_draw(self, kind: Kind) -> Tensor:
-        """Return what draw does without waiting for the device.
+        """Return the result of draw without waiting for the device.
 
-        A row has -1 if its logits are not finite, or if it is so flat that more blocks must be looked at.
+        A row has -1 if its logits are not finite, or if it is so flat that more blocks must be checked.
         """
         if kind == "plain":
             bounds, reached = self.bounds()
@@ -199,7 +199,7 @@ class Rows:
         return self.filtered_winners(ids, values, total)
 
     def try_filtered(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return what draw_filtered does, and for which rows a few blocks are enough, `rows` each."""
+        """Return the result of draw_filtered, and for which rows a few blocks are enough, `rows` each."""
         count = self.first_count(total)
         bound = self.highest.topk(self.few, -1).values.gather(-1, count.clamp(max=self.few)[:, None] - 1)
         # Tokens at the bound may be left out, in higher blocks than those taken; at least `few` tokens go before them.

@@ -1,4 +1,4 @@
-"""Whether a command has its model to itself, or is one of several processes that share it (ranks.py)."""
+"""Joins a command to the other processes that share its model, if there are any (ranks.py)."""
 
 import os
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # it needs torch.distributed, which some builds of torch lack
 
 
 def join_job(tensor: int, device: str, folder: str | None, flags: Mapping[str, Any]) -> "RankedJob | None":
-    """Join the processes that share a model; None if this process has it to itself.
+    """Join the processes that share a model; None if this process has the whole model.
 
     Args:
         tensor: How many processes share it.

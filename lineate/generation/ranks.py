@@ -1,10 +1,10 @@
-"""A model shared out among several processes, for the commands `serve` and `generate` with --tensor.
+"""A model divided among several processes, for the commands `serve` and `generate` with --tensor.
 
     ranks = start_ranks(4, "cpu", "folder", flags)      # in each process that torchrun has started
     model, tokenizer = load_model("folder", ranks=ranks.model_ranks)
 
 Every rank must have the same version of lineate and torch, the same kind of processor, the same checkpoint and the
-same flags, or else it would compute other numbers than the others and stop in the middle of a collective. They are
+same flags, otherwise it would compute different numbers and stop in the middle of a collective. They are
 compared before anything is loaded.
 """
 
@@ -32,7 +32,7 @@ from lineate.parallel.job.processes import Place, device_of, find_place, fresh_s
 from lineate.parallel.tensor.ranks import Ranks
 
 SAMPLES, SAMPLE_BYTES = 64, 64
-"""How many places of a weight file are compared, and how many bytes of each."""
+"""The number of positions of a weight file that are compared, and the bytes of each."""
 
 
 class RankedJob:
@@ -49,12 +49,12 @@ class RankedJob:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which alone reads and writes what people see."""
+        """Whether this is rank 0, the only rank with input and output."""
         return self.link.rank == 0
 
     @property
     def model_ranks(self) -> Ranks:
-        """What HybridLM.from_pretrained takes as `ranks`, so that this rank reads its share of the weights alone."""
+        """The argument `ranks` of HybridLM.from_pretrained, so that this rank reads only its share of the weights."""
         assert dist.group.WORLD is not None
         return Ranks(dist.group.WORLD)
 
@@ -62,13 +62,13 @@ class RankedJob:
     def working(self) -> Iterator[None]:
         """Do the work of a command on this rank, and leave the others at its end.
 
-        If the job ends early, one rank says why, and all processes end, whatever they are waiting for. Work that has
-        clients tells them first: it watches the link itself.
+        If the job ends early, one rank prints the reason, and all processes end, whatever they are waiting for. Work
+        with clients notifies them first: it watches the link itself.
         """
         self.link.watch(self._leave)
         try:
             yield
-            self.link.gather(None)  # none leaves before all have come this far
+            self.link.gather(None)  # no rank leaves before all have reached this point
             dist.destroy_process_group()
             self.link.close()
         except JobEnded as ended:
@@ -78,7 +78,7 @@ class RankedJob:
             raise
         except Exception as error:
             if self.is_main and isinstance(error, ValueError | OSError | ImportError):
-                self.link.refuse(str(error))  # the others meet the same error, or wait for this rank
+                self.link.refuse(str(error))  # the others have the same error, or wait for this rank
                 raise
             try:
                 self.link.fail(error)
@@ -86,7 +86,7 @@ class RankedJob:
                 self._leave(str(ended))
 
     def tell(self, why: str) -> None:
-        """Print once why the job has ended, on the rank whose part it is.
+        """Print once why the job has ended, on the responsible rank.
 
         Args:
             why: One sentence.
@@ -102,7 +102,7 @@ class RankedJob:
 
 
 def start_ranks(tensor: int, device: str, folder: str | None, flags: Mapping[str, Any]) -> RankedJob | None:
-    """Join the other ranks of a job, or return None if this process has the model to itself.
+    """Join the other ranks of a job, or return None if this process has the whole model.
 
     Raise ValueError if the processes are not as many as --tensor says, or differ from each other.
 
@@ -130,7 +130,7 @@ def start_ranks(tensor: int, device: str, folder: str | None, flags: Mapping[str
 
 
 def _join(here: Place, device: torch.device, about: Mapping[str, tuple[str, str]]) -> RankedJob:
-    """Connect this rank with the others; a rank that is refused ends, and rank 0 says why."""
+    """Connect this rank with the others; a refused rank ends, and rank 0 prints the reason."""
     store = fresh_store(here.rank, here.size)
     try:
         link = connect(store, here, about)
@@ -141,7 +141,7 @@ def _join(here: Place, device: torch.device, about: Mapping[str, tuple[str, str]
 
 
 def about_process(device: torch.device) -> dict[str, tuple[str, str]]:
-    """Return what must be the same of all processes, by name: what is compared, and how it is shown.
+    """Return the values that must be equal in all processes, by name: the compared value and its text.
 
     Args:
         device: Where this process computes.
@@ -160,9 +160,9 @@ def about_process(device: torch.device) -> dict[str, tuple[str, str]]:
 
 
 def about_checkpoint(name: str) -> dict[str, tuple[str, str]]:
-    """Return what must be the same of a checkpoint: its config, its tensors' headers, and bytes of each weight file.
+    """Return the values of a checkpoint that must be equal: config, tensor headers, and bytes of each weight file.
 
-    64 places of each file are read, evenly spread: another training of the same model is noticed, and a file of many
+    64 evenly spread positions of each file are read: another training of the same model is detected, and a file of many
     gigabytes takes milliseconds.
 
     Args:

@@ -1,4 +1,4 @@
-"""The terminal side of `lineate chat`: lines that are typed, commands that begin with /, answers as they are made."""
+"""The terminal side of `lineate chat`: typed lines, commands that begin with /, and streamed answers."""
 
 import re
 import sys
@@ -11,9 +11,9 @@ from lineate.console.terminal import printable
 from lineate.generation.chat import Conversation
 
 FIRST = "main"
-"""The name of the branch that a session begins with."""
+"""The name of the initial branch of a session."""
 BEGIN_PASTE, END_PASTE = "\x1b[200~", "\x1b[201~"
-"""What a terminal sends around what is pasted, if it is asked to."""
+"""The markers that a terminal sends around pasted text, if bracketed paste is enabled."""
 PASTE = re.compile("|".join(map(re.escape, (BEGIN_PASTE, END_PASTE))))
 
 
@@ -23,7 +23,7 @@ class Session:
 
     Args:
         talk: The conversation.
-        raw: Whether control characters in answers are written as they are, rather than as dots.
+        raw: Whether control characters in answers are written unchanged, rather than as dots.
     """
 
     talk: Conversation
@@ -58,7 +58,7 @@ class Session:
                 break
 
     def handle(self, line: str) -> bool:
-        """Do what one line says; return whether the session goes on.
+        """Execute one line; return whether the session continues.
 
         Args:
             line: A message, or a command that begins with /; // begins a message that begins with /.
@@ -106,7 +106,7 @@ class Session:
         self.note(f"[{turn.read} tokens read, {turn.reused} kept; {turn.made} made{rate}]")
 
     def note(self, text: str) -> None:
-        """Print a line that is no part of the conversation."""
+        """Print a line that is not part of the conversation."""
         print(printable(text), file=sys.stderr, flush=True)
 
     def undo(self, argument: str) -> None:
@@ -115,7 +115,7 @@ class Session:
         self.note("there is nothing to take back" if text is None else f"took back: {text}")
 
     def fork(self, argument: str) -> None:
-        """Go on as NAME from here; the conversation so far stays as it is. Without a name: list all of them."""
+        """Continue as NAME from here; the conversation so far is kept. Without a name: list all of them."""
         if not argument:
             self.note(", ".join([f"{self.branch} (this one)", *self.others]))
             return
@@ -189,11 +189,11 @@ class Session:
 
 @dataclass(frozen=True)
 class Command:
-    """What a line that begins with / does.
+    """A command that begins with /.
 
     Args:
         run: The method of Session; its docstring is the help.
-        argument: What is typed after the name.
+        argument: The text after the name.
     """
 
     run: Callable[[Session, str], None]
@@ -224,7 +224,7 @@ def _file(name: str) -> Path:
 def _read_line(prompt: str) -> str | None:
     """Return a line without its newline; None at the end of input.
 
-    A backslash at the end joins the next line, and what a terminal marks as pasted is one line, whatever is in it.
+    A backslash at the end joins the next line, and text that a terminal marks as pasted is one line.
     """
     lines: list[str] = []
     pasting = False
@@ -243,7 +243,7 @@ def _read_line(prompt: str) -> str | None:
 
 
 def _enable_editing() -> bool:
-    """Let arrow keys edit the line, where Python has readline; return whether it knows what was pasted."""
+    """Let arrow keys edit the line, where Python has readline; return whether it recognises pasted text."""
     try:
         import readline
     except ImportError:

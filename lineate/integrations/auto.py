@@ -38,7 +38,7 @@ except ImportError as missing:
     raise ImportError(f"transformers 5 must be installed, got {missing}; run pip install 'lineate[hf]'") from missing
 
 HYBRID_FIELDS = tuple(f.name for f in fields(HybridConfig) if f.init)
-# Keys that transformers itself may pass to a configuration, beside the fields of ours.
+# Keys that transformers itself may pass to a configuration, besides the fields of HybridConfig.
 FROM_TRANSFORMERS = frozenset({
     "model_type", "auto_map", "torch_dtype", "name_or_path", "_name_or_path", "_commit_hash", "num_labels",
     "attn_implementation", "experts_implementation", "output_attentions",

@@ -26,7 +26,7 @@ OLDEST = (5, 17)
 
 @dataclass(frozen=True)
 class EnableReport:
-    """What `enable` changed."""
+    """The changes that `enable` made."""
 
     version: str
     """The version of transformers."""
@@ -35,13 +35,13 @@ class EnableReport:
     skipped: dict[str, str]
     """For each family that was not changed, the reason."""
     action: str = "run on lineate"
-    """What was done, as text for the report."""
+    """The action, as text for the report."""
 
     def __str__(self) -> str:
         lines = [f"transformers {self.version}: {len(self.families)} families {self.action}"]
         width = max(map(len, (*self.families, *self.skipped)), default=0)
         lines += [f"  {name:{width}}  {', '.join(functions)}" for name, functions in self.families.items()]
-        lines += [f"  {name:{width}}  left as it is: {why}" for name, why in self.skipped.items()]
+        lines += [f"  {name:{width}}  unchanged: {why}" for name, why in self.skipped.items()]
         return "\n".join(lines)
 
 
@@ -99,7 +99,7 @@ def disable() -> None:
     """Restore exactly what `enable` replaced; without an earlier `enable` this changes nothing."""
     global _REPORT
     for x in _REPLACED:
-        if x.owner.__dict__.get("forward") is x.ours:  # otherwise someone else replaced it later, and must undo that
+        if x.owner.__dict__.get("forward") is x.ours:  # otherwise other code has replaced it since
             x.owner.forward = x.original
     _REPLACED.clear()
     _REPORT = None
@@ -112,7 +112,7 @@ def is_enabled() -> bool:
 
 @contextmanager
 def enabled() -> Iterator[EnableReport]:
-    """Enable inside a `with` block, and restore afterwards what held before it, be it enabled or not."""
+    """Enable inside a `with` block, and restore the previous setting afterwards."""
     before = is_enabled()
     try:
         yield enable()

@@ -51,8 +51,8 @@ def latent_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 def unpacked_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that gives `original` one sequence a row.
 
-    Its mask has the numbers of the packed sequences (`packed_mask`). The first result is packed again. The others,
-    such as the choice of keys that a layer hands to the next one, stay as they are.
+    Its mask has the numbers of the packed sequences (`packed_mask`). The first result is packed again. The others, such
+    as the choice of keys that a layer passes to the next one, are unchanged.
 
     Args:
         original: The forward of transformers, which mixes all tokens of a row; its mask may only name padding.

@@ -19,7 +19,7 @@ CLOSED_GATE = -1e4
 
 @dataclass(frozen=True)
 class DeltaParts:
-    """Where a layer with a delta rule has its parts; a dotted name leads into a submodule.
+    """The names of the parts of a layer with a delta rule; a dotted name refers to a submodule.
 
     Where several projections are named, q, k and v have one each; the gates are the last of a chain (a low rank).
     """

@@ -14,7 +14,7 @@ from lineate.integrations.transformers_mamba import Mamba2Parts
 
 @dataclass(frozen=True)
 class ModelPatch:
-    """The classes of one transformers model family that lineate changes, and what its linear layer is."""
+    """The classes of one transformers model family that lineate changes, and the parts of its linear layer."""
 
     name: str
     """The name of its module below transformers.models."""
@@ -23,7 +23,7 @@ class ModelPatch:
     model: str
     """The class of the text model, which makes the masks and calls the layers."""
     parts: Parts
-    """What the linear layer is made of."""
+    """The parts of the linear layer."""
     latent: str | None = None
     """The class of a softmax attention whose values are narrower than its keys, if lineate has a forward for it."""
     unpacked: str | None = None

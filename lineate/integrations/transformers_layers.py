@@ -15,15 +15,15 @@ class Projected(NamedTuple):
     """The outputs of a layer's projections."""
 
     mixed: Tensor
-    """`b t channels`: what goes through the convolution."""
+    """`b t channels`: the input of the convolution."""
     gates: tuple[Tensor, ...]
-    """What the rule takes beside it, each `b t ...`; a padding token's gates neither forget nor write."""
+    """The other inputs of the rule, each `b t ...`; a padding token's gates neither forget nor write."""
     output_gate: Tensor
     """`b t hv*v`, before its activation."""
 
 
 class Parts(Protocol):
-    """What differs between kinds of linear layers. `layer` is the module of transformers."""
+    """The operations that differ between kinds of linear layers. `layer` is the module of transformers."""
 
     @property
     def borrowed(self) -> tuple[str, ...]:
@@ -35,7 +35,7 @@ class Parts(Protocol):
     def attend(
         self, layer: Any, mixed: Tensor, gates: tuple[Tensor, ...], state: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Run the rule on what left the convolution; return its output `b t hv v` and the state as the cache has it.
+        """Run the rule on the convolution's output; return the rule's output `b t hv v` and the state for the cache.
 
         The returned state is the given one if the rule wrote into it in place.
         """
@@ -49,7 +49,7 @@ def linear_forward(original: Callable[..., Any], parts: Parts) -> Callable[..., 
 
     Args:
         original: The forward of transformers, which serves layers whose convolution has another activation.
-        parts: How layers of this kind are made.
+        parts: The parts of layers of this kind.
     """
 
     def forward(

@@ -26,7 +26,7 @@ CLOSED_STEP = -math.inf
 
 @dataclass(frozen=True)
 class Mamba2Parts:
-    """What differs between the Mamba-2 layers of the families, whose parts have the same names."""
+    """The differences between the Mamba-2 layers of the families, whose parts have the same names."""
 
     heads: tuple[str, str, str, str] = ("n_groups", "num_heads", "ssm_state_size", "head_dim")
     """The sizes h, hv, k and v."""
@@ -77,7 +77,7 @@ class Mamba2Parts:
 
     def finish(self, layer: Any, output: Tensor, output_gate: Tensor) -> Tensor:
         b, t = output.shape[:2]
-        # One row: Falcon-H1's norm takes a batch of single tokens for something else.
+        # One row: Falcon-H1's norm misinterprets a batch of single tokens.
         y, gate = output.reshape(1, b * t, -1), output_gate.reshape(1, b * t, -1)
         result: Tensor = layer.out_proj(_gated_norm(layer.norm, y, gate).view(b, t, -1).to(output_gate.dtype))
         return result
@@ -86,7 +86,7 @@ class Mamba2Parts:
 def _step(layer: Any, raw: Tensor, decoding: bool) -> Tensor:
     """Return dt = softplus(raw + dt_bias), `b t hv`, within the layer's limits.
 
-    transformers does not apply the limits to a single token that continues a state, so neither do we.
+    As in transformers, the limits do not apply to a single token that continues a state.
     """
     dt = F.softplus(raw + layer.dt_bias.to(raw.dtype))
     least, most = layer.time_step_limit

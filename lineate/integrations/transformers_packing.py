@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""How flash attention names the boundaries of packed sequences."""
+"""The names of the boundaries of packed sequences in flash attention."""
 NOT_EMPTY = (
     "past_key_values must be empty for packed sequences (cu_seq_lens_q), got one that has seen tokens; "
     "pass a new cache, or one sequence a row"
@@ -64,7 +64,7 @@ def text_model_forward(
             like = torch.empty(b, t, 1, dtype=self.dtype, device=tokens.device)
             full, linear = _masks(self.config, like, texts.view(b, t), mask, past, unpacked)
             softmax = dict.fromkeys(SOFTMAX_LAYERS, linear if one_mask else full)
-            given["attention_mask"] = {**softmax, "linear_attention": linear}  # a model reads the names that it has
+            given["attention_mask"] = {**softmax, "linear_attention": linear}  # models read the names they know
         return original(self, **given)
 
     return forward

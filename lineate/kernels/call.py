@@ -1,4 +1,4 @@
-"""One call in the layout of the kernels: its tensors as rows, and the places of the sequences and their chunks."""
+"""One call in the layout of the kernels: its tensors as rows, and the positions of the sequences and their chunks."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from lineate.kernels.segments import WHOLE, Cutting
 
 
 class Sequences(NamedTuple):
-    """Where the sequences, their chunks and segments lie; the kernels of portable/layout.py call a sequence a text."""
+    """The positions of the sequences, their chunks and segments; portable/layout.py calls a sequence a text."""
 
     number: int
     slots: int
@@ -49,13 +49,13 @@ class Sequences(NamedTuple):
         return ceil_div(self.cuts, self.cutting.least_cuts) if self.packed else self.number
 
     def places(self, t: int, map_only: bool) -> tuple[Tensor | int | None, ...]:
-        """Return what the kernels of a walk find its segments with: text_bounds and find_segment of layout.py."""
+        """Return the arguments of text_bounds and find_segment of layout.py, with which a walk finds its segments."""
         lasts = 0 if map_only else self.number
         return self.bounds, self.first_slots, self.first_cuts, self.cut_sequences, t, lasts, self.segments
 
 
 def count_slots(t: int, sequences: int) -> int:
-    """Return how many chunks so many sequences of t tokens in all can have."""
+    """Return the most chunks of `number` sequences with t tokens in total."""
     return (t + sequences * (CHUNK - 1)) // CHUNK
 
 
@@ -109,7 +109,7 @@ def clear(sequences: Sequences, t: int, *tensors: Tensor | None) -> None:
 
 
 class Gates(NamedTuple):
-    """The gates of a call, and how they are given."""
+    """The gates of a call, and whether they are raw."""
 
     log_decay: Tensor | None
     """`b t hv`, `b t hv k` or None; the raw gate if raw_decay."""
@@ -162,7 +162,7 @@ class Call(NamedTuple):
         return places.bounds, places.first_slots, places.slot_sequences, self.sizes[0]
 
     def part(self, rows: slice, tokens: slice, cutting: Cutting | None = None) -> "Call":
-        """Return this call on a slice of its rows and tokens, or cut in another way; itself, if nothing changes."""
+        """Return this call on a slice of its rows and tokens, or with other cuts; itself, if nothing changes."""
         b, t = self.q.shape[:2]
         cutting = self.sequences.cutting if cutting is None else cutting
         if tokens == slice(0, t) and rows == slice(0, b) and cutting == self.sequences.cutting:
@@ -180,7 +180,7 @@ class Call(NamedTuple):
 
 
 def make_call(inputs: Inputs, options: Options, cutting: Cutting = WHOLE, output: Tensor | None = None) -> Call:
-    """Return the call of these inputs, its sequences cut by this rule; their state goes to the stages beside it.
+    """Return the call of these inputs, its sequences cut by this rule; their state is passed to the stages separately.
 
     Tokens of output, if it is given, that lie in no sequence are set to 0.
     """

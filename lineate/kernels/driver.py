@@ -1,4 +1,4 @@
-"""CUDA's driver, by ctypes: what tape.py needs to record launches and to make them again."""
+"""CUDA's driver, by ctypes: the functions with which tape.py records and replays launches."""
 
 import ctypes
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from lineate.native.compiler import Code, NativeUnavailable
 MAP_BYTES = 128
 """The bytes of a CUtensorMap, a descriptor of TMA."""
 REPLAY = Code("replay", (Path(__file__).with_name("replay.c"),))
-# The elements of TMA: those of descriptors on the device are numbered differently from those on the host.
+# Element types of TMA: device descriptors number them differently from host descriptors.
 _TMA_TYPES = {**{n: n for n in range(16)}, 8: 10, 9: 8, 10: 9}
 
 
@@ -45,7 +45,7 @@ def launch_functions(driver: Any) -> tuple[int, int, int]:
 
 @cache
 def replay_function() -> Any:
-    """Return lineate_replay of replay.c; None if it cannot be compiled here, so that every call runs as the first."""
+    """Return lineate_replay of replay.c; None if it cannot be compiled here, so that no call is replayed."""
     try:
         replay = load(REPLAY).lineate_replay
     except NativeUnavailable:
@@ -58,7 +58,7 @@ _entered = local()
 
 
 def enter_context(device: torch.device) -> None:
-    """Let this thread launch on a device: a thread that has called nothing of CUDA's runtime has no context yet."""
+    """Let this thread launch on a device: a thread that has not called CUDA's runtime has no context yet."""
     if getattr(_entered, "done", False):
         return
     driver, context, number = cuda_driver(), ctypes.c_void_p(), ctypes.c_int()
@@ -79,7 +79,7 @@ def check(code: int) -> None:
 
 
 def sizes_of(function: int) -> list[int] | None:
-    """Return the bytes of each parameter of a kernel; None if there is no driver that knows them."""
+    """Return the bytes of each parameter of a kernel; None if no driver reports them."""
     driver = cuda_driver()
     if driver is None:
         return None

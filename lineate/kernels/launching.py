@@ -20,7 +20,7 @@ _overlapping: ContextVar[bool] = ContextVar("lineate_overlapping", default=False
 
 
 recording: ContextVar[Any] = ContextVar("lineate_recording", default=None)
-"""What notes the launches of a call (tape.py); None: nothing does."""
+"""The recorder of the launches of a call (tape.py); None: no recording."""
 
 
 def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -38,10 +38,10 @@ def compiling() -> bool:
 
 @contextmanager
 def overlapping() -> Iterator[None]:
-    """Let launches begin before the one before them has ended, where the kernel is written for it and the GPU can.
+    """Let launches begin before the previous one has ended, where the kernel and the GPU support it.
 
-    Such a kernel loads what no launch of the same step writes, such as weights, and then waits for the launch before.
-    Inside, nothing may write what the kernels load early.
+    Such a kernel loads data that no launch of the same step writes, such as weights, and then waits for the previous
+    launch. Inside, no launch may write data that the kernels load early.
     """
     token = _overlapping.set(True)
     try:
@@ -66,11 +66,11 @@ LINKED, LAST = 1, 2  # LINK of kernels
 def linked(device: torch.device, last: bool = False) -> dict[str, int]:
     """Return the options of a launch of a kernel that has LINK (layout.py), on this device.
 
-    On Hopper or later such a launch is prepared while the one before it ends, which saves a microsecond or two.
+    On Hopper or later such a launch is prepared while the previous one ends, which saves a microsecond or two.
 
     Args:
-        device: Where it runs.
-        last: Whether it is the last one of a call, so that nothing of the caller's begins before it ends.
+        device: Its device.
+        last: Whether it is the last one of a call, so that no launch of the caller begins before it ends.
     """
     if device.type != "cuda" or not _launches_dependents(device):
         return {"LINK": 0}
@@ -96,7 +96,7 @@ def compile_only(function: Callable[[], None]) -> None:
         with ThreadPoolExecutor(min(8, _processors())) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
             function()
 
-    # A context of its own: if it is interrupted, Triton's mode ends with it; nor is a mode of the caller's in the way.
+    # A separate context: if it is interrupted, Triton's mode ends with it, and modes of the caller do not interfere.
     Context().run(compile_all)
 
 
@@ -106,7 +106,7 @@ def _processors() -> int:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors a GPU has; for a CPU, where the interpreter runs, as many as an H200 has."""
+    """Return how many multiprocessors a GPU has; for a CPU, where the interpreter runs, the number of an H200."""
     if device.type != "cuda":
         return 132
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,9 +1,9 @@
-"""The chunkwise form on a GPU: the order of its stages, the buffers between them, and how a call is cut up.
+"""The chunkwise form on a GPU: the order of its stages, the buffers between them, and the slices of a call.
 
     forward     prepare -> forward walk
     backward    slice by slice: prepare again -> backward walk -> gradients
 
-stages.py says what each stage does; architectures.py chooses whose kernels do it.
+stages.py describes each stage; architectures.py chooses the kernels.
 """
 
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ from lineate.kernels.segments import WHOLE, Cutting, cut_backward, cut_forward
 from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, RawGradients, Stages
 from lineate.plans import PLANS
 
-# What the backward of one slice of the tokens may keep of states alone; its other buffers are about as large. Smaller
-# slices save memory, but each is a dozen launches of some 100 us of the host's time.
+# The bytes of states that the backward of one slice of the tokens may keep; its other buffers are about as large.
+# Smaller slices save memory, but each is a dozen launches of some 100 us of the host's time.
 SLICE_BYTES = 2**28
 
 CUTS = {"forward": cut_forward, "backward": cut_backward}
@@ -58,7 +58,7 @@ def backward(call: Call, doutput: Tensor, dfinal: Tensor, states: Tensor, grads:
 def _backward_in_slices(call: Call, doutput: Tensor, dfinal: Tensor, states: Tensor, grads: Gradients) -> None:
     """Go slice by slice from the last chunks to the first (a few rows of the batch at a time if it has several).
 
-    So the buffers stay small beside the states; the arithmetic is the same to the bit.
+    So the buffers stay small compared with the states; the arithmetic is the same to the bit.
     """
     doutput, dfinal = aligned(doutput.contiguous()), dfinal.contiguous()
     parts = grads.A_log, grads.dt_bias
@@ -90,7 +90,7 @@ def decode(inputs: Inputs, slots: Slots, options: Options) -> Tensor:
 
 
 def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:
-    """Before the first call of a kind, compile its kernels side by side; its backward's too if states are kept.
+    """Before the first call of a kind, compile its kernels in parallel, with its backward's if states are kept.
 
     Kernels that are not compiled here are compiled when they are first launched.
     """
@@ -110,7 +110,7 @@ def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:
     PLANS.put(kind, True)
 
     def some(cutting: Cutting) -> Call:
-        """Return the call on a few tokens, which select the same kernels if they are enough to be cut as well."""
+        """Return the call on a few tokens that select the same kernels; they are enough to be cut as well."""
         b, t = call.q.shape[:2]
         tokens = CHUNK * (cutting.shortest if _is_cut(call, cutting) else 1)
         part = call.part(slice(0, b), slice(0, min(tokens, t)), cutting)
@@ -153,14 +153,14 @@ def _backward(stages: Stages, doutput: Tensor, dfinal: Tensor, states: Tensor, g
 
 
 def makes_beside(inputs: Inputs, options: Options) -> bool:
-    """Whether scores of such inputs are made beside a walk that leaves room for it."""
+    """Whether scores of such inputs are computed in parallel with a walk that leaves multiprocessors idle."""
     return architecture_of(inputs.q.device).makes_beside(inputs, options)
 
 
 def cutting_of(q: Tensor, v: Tensor, way: str, beside: bool = False) -> Cutting:
     """Return how the sequences of a call are cut for a walk forward or backward.
 
-    Calls with wide keys are not cut, because their maps are too large. beside: what makes_beside says of the call.
+    Calls with wide keys are not cut, because their maps are too large. beside: the result of makes_beside for the call.
     """
     stages = architecture_of(q.device)
     if q.shape[3] > stages.widest_chain:
@@ -175,13 +175,13 @@ def _is_cut(call: Call, cutting: Cutting) -> bool:
 
 
 def _room_for_maps(call: Call) -> Tensor:
-    """Return room for the affine maps of the segments before each cut, `cut hv k (v + k)`."""
+    """Return a buffer for the affine maps of the segments before each cut, `cut hv k (v + k)`."""
     _, _, hv, K, V = call.sizes
     return call.v.new_empty(call.sequences.cuts, hv, K, V + K, dtype=torch.float32)
 
 
 def _room_for_states(call: Call) -> Tensor:
-    """Return room for the states that enter each chunk, `slot hv v k`."""
+    """Return a buffer for the states that enter each chunk, `slot hv v k`."""
     _, _, hv, K, V = call.sizes
     return call.v.new_empty(call.sequences.slots, hv, V, K)
 

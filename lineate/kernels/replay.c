@@ -27,7 +27,7 @@ typedef int launch_kernel(const struct config *config, void *function, void **pa
 typedef int set_bytes(uint64_t address, unsigned char value, size_t count, void *stream);
 typedef int replace_address(void *tensor_map, void *address);
 
-/* An address: so many bytes after the beginning of a tensor of the call, or of the memory it allocates. */
+/* An address: a number of bytes after the beginning of a tensor of the call, or of the memory it allocates. */
 struct place {
     int64_t base;
     uint64_t offset;

@@ -1,4 +1,4 @@
-"""Makes the launches of a recorded call again, with other addresses, through replay.c."""
+"""Replays the launches of a recorded call with other addresses, through replay.c."""
 
 import ctypes
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from lineate.kernels.driver import check, enter_context, launch_functions, repla
 
 
 class Place(NamedTuple):
-    """Where an address lies.
+    """The position of an address.
 
     Args:
         base: The number of the tensor; the number after all of them for memory that the call allocates, and one more
@@ -28,7 +28,7 @@ class Map(NamedTuple):
     """A descriptor of TMA that is a parameter.
 
     Args:
-        place: Where its tensor lies.
+        place: The position of its tensor.
         address: That tensor's address in the recorded call.
         at: The address of the descriptor itself.
     """
@@ -48,8 +48,8 @@ class Launch(NamedTuple):
         shared: The bytes of shared memory of a program.
         parameters: Pointers to the values of its parameters.
         pointer: The number of the pointer that the bytes begin at.
-        bytes: How many are set to 0.
-        linked: Whether it may begin before the launch before it has ended, because the kernel itself waits for that.
+        bytes: The number of bytes that are set to 0.
+        linked: Whether it may begin before the previous launch has ended, because the kernel itself waits for that.
     """
 
     function: int | None
@@ -95,7 +95,7 @@ class _Tape(ctypes.Structure):
 
 
 class Tape:
-    """The launches of a call, ready to be made again with other addresses.
+    """The launches of a call, ready to be replayed with other addresses.
 
     Args:
         launches: All of them, in their order.
@@ -103,9 +103,9 @@ class Tape:
         pointers: An array of the pointers, to which the launches' parameters point.
         maps: The descriptors among the parameters.
         room: The bytes that the call allocates.
-        tensors: How many tensors the call has. Places number them, then the room, then what does not change.
-        kept: What the parameters point to.
-        driver: The driver, or what a test has in its place.
+        tensors: The number of tensors of the call. Places number them, then the room, then constant addresses.
+        kept: The objects that the parameters point to.
+        driver: The driver, or a substitute in tests.
     """
 
     def __init__(
@@ -129,12 +129,12 @@ class Tape:
         self.bases = (ctypes.c_uint64 * (tensors + 2))()
         self.at = ctypes.addressof(self.struct), ctypes.addressof(self.bases)
         self.kept = kept, arrays
-        self.lock = Lock()  # of all that C writes; a launch copies the parameters
+        self.lock = Lock()  # protects the memory that C writes; a launch copies the parameters
 
     def replay(self, tensors: Sequence[Tensor | None], device: torch.device) -> bool:
         """Make the launches on the current stream; tensors as when it was recorded.
 
-        Return False, with nothing launched, if there is no room for all that the call allocates in one piece.
+        Return False, with nothing launched, if the memory of the call cannot be allocated in one piece.
         """
         enter_context(device)
         room = None

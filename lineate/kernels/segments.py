@@ -1,11 +1,12 @@
-"""Decides where the walk over a long sequence with few heads is cut into segments that run side by side.
+"""Decides where the walk over a long sequence with few heads is cut into segments that run in parallel.
 
-A walk goes from chunk to chunk, so a sequence with few heads leaves most multiprocessors idle. portable/split.py says
-how the segments of a walk can run at once, at the price of a second, cheaper walk that finds the map of each segment.
+A walk goes from chunk to chunk, so a sequence with few heads leaves most multiprocessors idle. portable/split.py
+describes how the segments of a walk run in parallel, at the cost of a second, cheaper walk that computes the map of
+each segment.
 
-Where a sequence is cut decides its last bits. So that no other sequence of a call ever changes them, that depends only
-on the sequence's own number of chunks, the heads, the rule and the device, never on the batch or on what it is packed
-with.
+The cuts of a sequence determine its last bits. They depend only on the sequence's own number of chunks, the heads, the
+rule and the device, never on the batch or on other packed sequences, so other sequences of a call never change the
+bits.
 """
 
 from typing import NamedTuple
@@ -24,7 +25,7 @@ class Cutting(NamedTuple):
     """The least chunks of a segment."""
 
     def count_segments(self, chunks: int) -> int:
-        """Return into how many segments, which differ by a chunk at most, a sequence is cut."""
+        """Return the number of segments of a sequence; their lengths differ by at most one chunk."""
         return 1 if chunks < self.shortest else min(self.most, chunks // self.least)
 
     @property
@@ -33,7 +34,7 @@ class Cutting(NamedTuple):
         return max(1, self.count_segments(self.shortest) - 1)
 
     def most_cuts(self, tokens: int, sequences: int) -> int:
-        """Return how many cuts so many packed sequences of so many tokens in all can have."""
+        """Return the most cuts of `number` packed sequences with `tokens` tokens in total."""
         sequences = min(sequences, tokens // (CHUNK * (self.shortest - 1) + 1))  # of those that are cut
         if not sequences:
             return 0
@@ -47,8 +48,9 @@ WHOLE = Cutting(shortest=2**30, most=1, least=1)
 
 # p programs of 64 value columns walk n chunks, about 1.3 us each. In s segments (with k = v), p + 2 p (s - 2) programs
 # find the maps of n / s chunks each, a chain has s - 2 steps, and s p programs walk n / s chunks each. The forward of
-# one sequence on an H200 (132 multiprocessors), ms in a graph, by its segments (bench/rules/gpu_segments.py), before
-# copies had a warp of their own (now 8192, 8 in 8 segments .079; 32768, 8 in 8 segments .235; 8192, 32 .211):
+# one sequence on an H200 (132 multiprocessors), ms in a graph, by its segments (bench/rules/gpu_segments.py), with
+# copies started by the computing warps (with a separate warp: 8192, 8 in 8 segments .079; 32768, 8 in 8 segments .235;
+# 8192, 32 .211):
 #
 #     tokens, value heads of 128      1       2       3       4       6       8      12      16
 #      2048,  8                     .067    .064    .054    .050    .053    .054
@@ -62,14 +64,14 @@ WHOLE = Cutting(shortest=2**30, most=1, least=1)
 #     32768, 32                     .978    .833    .884    .931   1.067    .971   1.013   1.057
 #
 # So the best s lets programs of 64 columns just fill the multiprocessors, with at least LEAST chunks a segment. Where
-# scores are made beside an uncut walk (hopper/launch_scores.py), two segments do not help: 131072, 32 in 1 and 2
-# segments 2.79 3.30.
+# scores are computed in parallel with an uncut walk (hopper/launch_scores.py), two segments do not help: 131072, 32 in
+# 1 and 2 segments 2.79 3.30.
 #
 # Where the multiprocessors are busy anyway, a cut costs up to 2.5 times the walk, and the maps' memory. So only long
 # sequences are cut, from SHORTEST chunks on by the number of segments, else from OTHERS on: a call of many is rare,
 # and where 2 or 3 segments fill the device, little is gained (1.1 to 1.7 times).
 #
-# In 4 segments, one sequence alone fills the device, and what it is packed with waits. So a sequence is cut into 4 only
+# In 4 segments, one sequence alone fills the device, and other packed sequences wait. So a sequence is cut into 4 only
 # if each has 32 chunks, into 3 before that. 16 heads, ms in 3 and 4 segments: 6144 + 2048 tokens .130 .142 (KDA .230
 # .245), 6144 + 6144 .175 .193, 6144 alone .116 .100.
 LEAST = 8
@@ -80,9 +82,9 @@ OTHERS = 96
 
 
 def cut_forward(programs: int, processors: int, beside: bool = False) -> Cutting:
-    """Return how the forward walk of a sequence with so many programs is cut.
+    """Return the cutting of the forward walk of a sequence with `programs` programs.
 
-    beside: whether scores are made beside an uncut walk, which is faster than two segments.
+    beside: whether scores are computed in parallel with an uncut walk, which is faster than two segments.
     """
     most = min(MOST, processors // programs)
     if most < (3 if beside else 2):
@@ -91,6 +93,6 @@ def cut_forward(programs: int, processors: int, beside: bool = False) -> Cutting
 
 
 def cut_backward(programs: int, processors: int, beside: bool = False) -> Cutting:
-    """Return how the backward walk of a sequence with so many programs is cut: never into two segments."""
+    """Return the cutting of the backward walk of a sequence with `programs` programs: never into two segments."""
     most = min(MOST, processors // programs)
     return WHOLE if most < 3 else Cutting(256, most, 32)

@@ -1,4 +1,4 @@
-"""The seam between the sequencing of a call (pipeline.py) and the kernels of an architecture: the stages of a call.
+"""The interface between the sequencing of a call (pipeline.py) and the kernels of an architecture: the stages.
 
     forward     prepare: scores, inverse and factors of every chunk, all chunks at once
                 forward walk: from chunk to chunk, the state and the output
@@ -7,7 +7,7 @@
                 gradients: those of every chunk at once
     decode      a few tokens in one launch, the state updated in place
 
-A long walk may be cut into segments that run side by side (segments.py, portable/split.py): a walk without an output
+A long walk may be cut into segments that run in parallel (segments.py, portable/split.py): a walk without an output
 first finds the affine map of each segment, and chain_segments the states at the cuts between them. Backwards, segments
 and cuts are numbered from the end of a sequence.
 
@@ -23,7 +23,7 @@ Four words that the kernels use:
              whose products are float16's for bfloat16 inputs, because its beta is negative, or its beta, |k|^2 or
              beta |k|^2 is too large (portable/solve.py); in hopper/channel.py, also because a channel has decayed too
              far since the first row of its block of 16. The first wild row of each chunk and all later ones are
-             computed again, more slowly. In the gradients of hopper/channel_gradients.py, `wild` marks whole chunks,
+             recomputed, more slowly. In the gradients of hopper/channel_gradients.py, `wild` marks whole chunks,
              for 64 key channels at a time.
     tame     Not wild.
     board    A small float32 tile in shared memory with one number a block of 16 rows and key channel, through which the
@@ -41,7 +41,7 @@ from lineate.kernels.call import Call, Gates
 
 
 class InWalk(Enum):
-    """What a forward walk makes itself of a chunk's scores and inverse."""
+    """The parts of a chunk's scores and inverse that a forward walk computes itself."""
 
     NOTHING = 0
     SCORES = 1
@@ -66,9 +66,9 @@ class Prepared(NamedTuple):
     wild: Tensor | None = None
     """`slot hv`: the first wild row of each chunk, or c if none is; None if all products are float32's."""
     made: Tensor | None = None
-    """`slot hv`: a 1 for each chunk whose P and T are written; only if they are made while the walk runs."""
+    """`slot hv`: a 1 for each chunk whose P and T are written; only if they are computed while the walk runs."""
     norms: Tensor | None = None
-    """`slot hv 2 c`: scale / |q_i|, 1 / |k_i|; only where one kernel finds them for another."""
+    """`slot hv 2 c`: scale / |q_i|, 1 / |k_i|; only where one kernel computes them for another."""
 
 
 class ForwardWalk(NamedTuple):
@@ -95,7 +95,7 @@ class BackwardWalk(NamedTuple):
 
     doutput: Tensor
     outer: Tensor
-    """`sequence hv k v`: dS behind each sequence."""
+    """`sequence hv k v`: dS after each sequence."""
     inner: Tensor | None
     """`cut hv k v`: dS at each cut; None for maps, and if no sequence is cut."""
     dvalues: Tensor | None
@@ -162,28 +162,28 @@ class Stages(Protocol):
 
     @staticmethod
     def makes_beside(inputs: Inputs, options: Options) -> bool:
-        """Whether scores are made beside a walk that leaves room for it, so that few segments do not help."""
+        """Whether scores are computed during a walk that leaves multiprocessors idle; few segments do not help then."""
 
     def variant(self) -> tuple[object, ...]:
-        """Return what else, besides the shapes and dtypes of a call, selects its compiled kernels."""
+        """Return the keys of the compiled kernels other than the shapes and dtypes of a call."""
 
     def made_in_walk(self, keep: bool) -> InWalk:
-        """Return what the forward walk makes itself. keep: whether it keeps the states."""
+        """Return the parts that the forward walk computes itself. keep: whether it keeps the states."""
 
     def prepare(self, in_walk: InWalk = InWalk.NOTHING, for_backward: bool = False) -> Prepared:
-        """Return scores, inverse and factors of every chunk, but for what the walk makes."""
+        """Return scores, inverse and factors of every chunk, except those that the walk computes."""
 
     def walk_forward(self, ready: Prepared, walk: ForwardWalk) -> None:
-        """Go from chunk to chunk and fill what the walk names."""
+        """Go from chunk to chunk and fill the buffers of the walk."""
 
     def walk_backward(self, ready: Prepared, walk: BackwardWalk) -> None:
-        """Go from the last chunk to the first and fill what the walk names."""
+        """Go from the last chunk to the first and fill the buffers of the walk."""
 
     def chain_segments(self, maps: Tensor) -> Tensor:
         """Return the states at the cuts, `cut hv k v`, from the maps of the segments before them."""
 
     def gradients(self, ready: Prepared, around: Around, grads: Gradients) -> None:
-        """Fill the gradients of every chunk's inputs. grads.v holds what the backward walk left in dvalues."""
+        """Fill the gradients of every chunk's inputs. grads.v holds the backward walk's dvalues."""
 
     @staticmethod
     def raw_gate_gradients(gates: Gates, dlog_decay: Tensor, dbeta: Tensor, raw: RawGradients) -> None:

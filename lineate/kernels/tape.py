@@ -1,9 +1,9 @@
-"""Replays the launches of a call that has been made before.
+"""Replays the launches of repeated calls.
 
 A call of an op makes a handful of launches, each of which costs Triton's launcher tens of microseconds: it binds and
 specialises all arguments anew, and encodes TMA descriptors. For two calls with the same shapes, strides, dtypes and
-options all of that is the same, except for addresses. So one such call is recorded: its compiled kernels, grids and
-parameters, and for every address the tensor of the call it lies in, or where it lies in the memory that the call
+options all of this is the same, except for addresses. So one such call is recorded: its compiled kernels, grids and
+parameters, and for every address the tensor of the call that contains it, or its position in the memory that the call
 allocated. Later calls allocate that memory in one piece; C (replay.c) writes the new addresses into the parameters and
 hands them to the driver.
 
@@ -53,10 +53,12 @@ def launch(
     """Make the launches of `run`: by running it, or from the tape of an earlier call with the same signature.
 
     Args:
-        kind: What `run` does.
-        given: What its launches read, or write in place, beside what it allocates; the first is not None.
-        made: What the caller has just allocated for its results. Their shapes and dtypes follow from all the others.
-        options: All else that the launches depend on.
+        kind: The operation of `run`.
+        given: The tensors that its launches read, or write in place, besides those that it allocates; the first is not
+            None.
+        made: The tensors that the caller has just allocated for its results. Their shapes and dtypes follow from the
+            others.
+        options: All other values that the launches depend on.
         run: Makes the launches on the device of the first tensor.
     """
     device = _device(given)
@@ -71,9 +73,9 @@ def launch(
 
 
 def replayed(kind: str, given: Sequence[Tensor | None], made: Sequence[Tensor | None], options: Hashable) -> bool:
-    """Make the launches of an earlier call with such tensors, as for `launch`; return False if nothing was launched.
+    """Replay the launches of an earlier call with such tensors, as for `launch`; return False if nothing was launched.
 
-    For callers that would copy some of them first: those of a recorded call need no copies.
+    Callers use it before they copy tensors, because those of a recorded call need no copies.
     """
     device = _device(given)
     tape = plans.PLANS.get(_signature(kind, given, options)) if device.type == "cuda" else None
@@ -87,7 +89,7 @@ def find(kind: str, given: Sequence[Tensor | None], options: Hashable) -> tuple[
 
 
 def may_replay(device: torch.device) -> bool:
-    """Whether a tape may be replayed here and now: not on another device, nor where launches overlap or are watched."""
+    """Whether a tape may be replayed now: not on another device, nor where launches overlap or are observed."""
     return _is_current(device) and not overlaps(device) and not _hooked()
 
 
@@ -105,7 +107,7 @@ def _is_current(device: torch.device) -> bool:
 
 
 def _replays() -> bool:
-    """Whether there are a driver and a compiler with which launches can be made again."""
+    """Whether there are a driver and a compiler for replaying launches."""
     return torch.version.hip is None and cuda_driver() is not None and replay_function() is not None
 
 
@@ -143,14 +145,14 @@ def forget_tapes() -> None:
 
 
 def _hooked() -> bool:
-    """Whether somebody, such as Triton's own profiler, wants to be told of every launch."""
+    """Whether a hook, such as Triton's own profiler, observes every launch."""
     runtime = triton.knobs.runtime
     hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
     return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
 
 
 class Recorder:
-    """Notes the launches of a call.
+    """Records the launches of a call.
 
     Args:
         tensors: The tensors of the call.
@@ -163,11 +165,11 @@ class Recorder:
         self.rooms: list[tuple[int, int]] = []
         """The addresses of memory that the call has allocated."""
         self.constants: dict[int, Tensor] = {}
-        """Tensors by address that were there before the call, such as tables that all calls share."""
+        """Tensors by address that existed before the call, such as tables that all calls share."""
         self.unfit: str | None = None
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-        """Launch a kernel, and note it."""
+        """Launch a kernel, and record it."""
         compiled = kernel.run(*args, grid=grid, warmup=False, **options)
         try:
             self._note(kernel, compiled, grid, args, options)
@@ -217,7 +219,7 @@ class Recorder:
         self.noted.append((compiled, whole_grid, 32 * meta.num_warps, meta.shared, parameters, meta.launch_pdl))
 
     def zero(self, x: Tensor) -> None:
-        """Note that x is set to 0."""
+        """Record that x is set to 0."""
         if not x.is_contiguous():
             self.unfit = "memory with gaps is set to 0"
         elif x.numel():
@@ -231,15 +233,15 @@ class Recorder:
         return at
 
     def allocate(self, x: Tensor) -> None:
-        """Note memory that the call has allocated."""
+        """Record memory that the call has allocated."""
         storage = x.untyped_storage()
         if storage.nbytes():
             self.rooms.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
 
     def look(self, x: Tensor, views: Any) -> None:
-        """Note views of x; the call cannot be replayed if one begins where another tensor of the call does.
+        """Record views of x; the call cannot be replayed if one begins where another tensor of the call does.
 
-        Its address would be taken for that tensor's, which may lie elsewhere in the next call.
+        Its address would be mistaken for that tensor's, which may be elsewhere in the next call.
         """
         for view in views if isinstance(views, list | tuple) else (views,):
             if view.data_ptr() != x.data_ptr() and view.data_ptr() in self.starts and view.numel():
@@ -290,7 +292,7 @@ class Recorder:
         return Tape(launches, places, pointers, maps, room_bytes, len(self.starts), kept, cuda_driver())
 
     def _place(self, at: int, pieces: list[tuple[int, int]]) -> Place:
-        """Return where an address lies: at the beginning of a tensor, inside of one, or in memory of the call."""
+        """Return the position of an address: at the beginning of a tensor, inside of one, or in memory of the call."""
         if not at:
             raise _Unfit("a pointer to nothing")
         room, constant = len(self.starts), len(self.starts) + 1
@@ -310,7 +312,7 @@ class Recorder:
 
 
 class _Watch(TorchDispatchMode):
-    """Notices what a recorded call does beside its launches."""
+    """Observes the operations of a recorded call other than launches."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -339,7 +341,7 @@ def _span(x: Tensor) -> tuple[int, int]:
 
 
 def _joined(rooms: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges of addresses, those that overlap as one: memory that was freed and allocated again."""
+    """Return the ranges of addresses with overlapping ones merged; memory that was freed and reused overlaps."""
     found: list[tuple[int, int]] = []
     for low, high in sorted(set(rooms)):
         if found and low < found[-1][1]:

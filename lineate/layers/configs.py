@@ -1,6 +1,6 @@
 """The sizes of the mixers: one frozen dataclass for each group of mixers that share them.
 
-`check_sizes` raises if fields do not fit each other; `describe` returns one line for people. A field's metadata may
+`check_sizes` raises if fields do not fit each other; `describe` returns one readable line. A field's metadata may
 have `choices`, the values it takes, `least`, its smallest number, and `negative`, if it is below 0
 (lineate/models/fields.py reads them).
 """
@@ -44,7 +44,7 @@ class LinearConfig:
     feature_map: str = field(default="elu+1", metadata={"choices": ("identity", "elu+1")})
 
     def check_sizes(self) -> None:
-        """Raise if value heads cannot be shared out among the key heads."""
+        """Raise if value heads cannot be divided among the key heads."""
         if self.value_heads % self.heads:
             raise ValueError(
                 f"LinearConfig.value_heads must be a multiple of heads = {self.heads}, got {self.value_heads}"
@@ -68,7 +68,7 @@ class MambaConfig:
         conv_size: tokens that the short convolution over x, B and C sees; 0 means no convolution.
         conv_bias: whether that convolution has a bias.
         bias: whether the projections have a bias.
-        norm_groups: groups of the inner channels that the output norm normalises apart from each other; 0, on one of
+        norm_groups: groups of the inner channels that the output norm normalises separately; 0, on one of
             several ranks: they are a part of one group.
         gate_first: whether the norm follows the output gate; otherwise the gate multiplies what was normalised.
         step_least: smallest step dt, at least 0: with a step below 0 the memory would grow.

@@ -1,4 +1,4 @@
-"""How many tokens of a trail each row keeps, and what the layers compute from that: once for all of them."""
+"""The number of tokens of a speculative pass that each row keeps, and values derived from it for all layers."""
 
 from collections.abc import Callable, Hashable
 
@@ -41,7 +41,7 @@ class Counts:
         return self._once(("kept", t, device), lambda: count_up(t, device) < self.on(device)[:, None])  # type: ignore[return-value]
 
     def own_slots(self, t: int, device: torch.device) -> Tensor:
-        """Return where the memory after each of t tokens belongs: row r after its last kept one, -1 after others."""
+        """Return the slot of the memory after each of t tokens: row r after its last kept one, -1 after others."""
 
         def make() -> Tensor:
             own = count_up(self.tensor.shape[0], device)[:, None]
@@ -76,23 +76,23 @@ def places(lengths: int | Tensor, rows: int, t: int, device: torch.device) -> tu
 
 
 def count_up(n: int, device: torch.device) -> Tensor:
-    """Return 0, 1, ... n - 1; nobody may write to it."""
+    """Return 0, 1, ... n - 1, a shared tensor that must not be written."""
     return _constant("count", (n,), device)
 
 
 def nowhere(rows: int, t: int, device: torch.device) -> Tensor:
-    """Return -1 in all places, `rows t`; nobody may write to it."""
+    """Return -1 everywhere, `rows t`, a shared tensor that must not be written."""
     return _constant("nowhere", (rows, t), device)
 
 
 _CONSTANTS: dict[tuple[str, tuple[int, ...], torch.device, bool], Tensor] = {}
-"""They are kept for good: recorded graphs read them at their addresses."""
+"""They are never freed: recorded graphs read them at their addresses."""
 
 
 def _constant(kind: str, sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """Return a constant. On a GPU it is kept, since a launch takes as long as a small layer.
 
-    What is made while a graph is recorded exists only when that graph runs, so it is not kept.
+    A constant made while a graph is recorded exists only when that graph runs, so it is not kept.
     """
     if device.type != "cuda" or torch.compiler.is_compiling():
         return _make(kind, sizes, device)

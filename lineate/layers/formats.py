@@ -1,7 +1,7 @@
-"""How memories are kept between tokens: as the layers compute them, or in bfloat16, which takes half the bytes.
+"""The format of memories between tokens: as the layers compute them, or in bfloat16, which takes half the bytes.
 
-Only memories of linear rules that forget or correct can be kept in bfloat16; TensorSpec.dtypes says so. Everything else
-of a state stays as it is: convolutions, caches, memories that learn, and sums that never forget.
+Only memories of linear rules that forget or correct can be kept in bfloat16; TensorSpec.dtypes says so. All other parts
+of a state are unchanged: convolutions, caches, memories that learn, and sums that never forget.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ KNOWN = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16
 
 @dataclass(frozen=True)
 class StateFormat:
-    """How a pool keeps memories between tokens.
+    """The format of a pool's memories between tokens.
 
     Args:
-        dtype: torch.bfloat16 where a layer allows it; torch.float32: as the layers compute them.
+        dtype: torch.bfloat16 for layers that support it; torch.float32: as the layers compute them.
         rounding: "nearest" or "stochastic", of bfloat16.
     """
 
@@ -54,7 +54,7 @@ class StateFormat:
         return self.dtype is torch.bfloat16
 
     def specs(self, specs: Specs) -> Specs:
-        """Return the tensors of a state that is kept so; raise if no layer's memory can be bfloat16.
+        """Return the tensors of a state in this format; raise if no layer's memory can be bfloat16.
 
         Args:
             specs: the tensors of every layer's state as the layers compute it.
@@ -71,7 +71,7 @@ class StateFormat:
         return kept
 
     def seeds(self, positions: Tensor) -> Tensor | None:
-        """Return the seeds of rows at these positions in their sequences; None if memories are not rounded by chance.
+        """Return the seeds of rows at these positions in their sequences; None without stochastic rounding.
 
         Args:
             positions: `rows`, int64: the tokens that each row has read.
@@ -86,7 +86,7 @@ def convert(state: LayerState, specs: Sequence[TensorSpec]) -> LayerState:
     """Return a layer's state with memories of several possible dtypes in those of their specs, rounded to the nearest.
 
     Args:
-        state: the state; what can be kept in one dtype alone stays as it is.
+        state: the state; tensors with a single dtype are unchanged.
         specs: its tensors.
     """
     kept = {spec.name: spec.dtype for spec in specs if spec.dtypes}

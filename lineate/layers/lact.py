@@ -1,4 +1,4 @@
-"""The LaCT mixer: large chunks learned by a SwiGLU network per head, beside softmax attention over a window."""
+"""The LaCT mixer: a SwiGLU network per head that learns large chunks, next to softmax attention over a window."""
 
 import math
 
@@ -94,7 +94,7 @@ class LaCT(LearningMixer):
         self.finish(width)
 
     def reset_parameters(self) -> None:
-        """Begin with W0, W1, W2 that keep the size of what they read."""
+        """Initialise W0, W1, W2 so that they preserve the scale of their inputs."""
         for x in self.initial:
             nn.init.normal_(x, std=x.shape[2] ** -0.5)
         for x in (self.gate_bias, self.offset):
@@ -102,7 +102,7 @@ class LaCT(LearningMixer):
         nn.init.ones_(self.scale)
 
     def memory_spec(self, dtype: torch.dtype, wide: torch.dtype) -> list[TensorSpec]:
-        """Return the specs of the window, and of the network, its sums, last change, norms and place in the chunk."""
+        """Return the specs of the window, the network, its sums, last change, norms and position in the chunk."""
         specs = []
         if self.window:
             shape = (self.window - 1, self.attention_heads, self.heads * self.head_dim // self.attention_heads)
@@ -186,7 +186,7 @@ class LaCT(LearningMixer):
         return y.flatten(2)
 
     def cuts(self) -> dict[str, Cut]:
-        """Return how the parameters are shared out among ranks, by heads."""
+        """Return the division of the parameters among ranks, by heads."""
         channels, heads = Part(self.heads * self.head_dim, self.heads), Part(self.heads, self.heads)
         cuts = self.shared_cuts((channels,) * 3, (heads,) * 5)
         cuts |= {f"initial.{i}": Cut(0, (heads,)) for i in range(len(self.initial))}

@@ -45,10 +45,10 @@ class LearningMixer(nn.Module):
         Args:
             hidden_size: Channels of x.
             heads: Heads of the memory.
-            splits: The widths of q | k | v and of all else that in_proj makes.
+            splits: The widths of q | k | v and of the other outputs of in_proj.
             chunk: Tokens that share one gradient point; for least squares, those between two restored ridges.
             conv_size: Tokens that the short convolution sees; 0 means no convolution.
-            norm_eps: Added to what the norms divide by.
+            norm_eps: Added to the divisors of the norms.
         """
         check_chunk(chunk)
         super().__init__()
@@ -72,7 +72,7 @@ class LearningMixer(nn.Module):
     def learn(
         self, x: Tensor, mixed: Tensor, gates: list[Tensor], state: Memory | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what out_proj reads, `b t width`, and the new tensors of the state.
+        """Return the input of out_proj, `b t width`, and the new tensors of the state.
 
         Args:
             x: The input of the layer, `b t hidden`.
@@ -99,7 +99,7 @@ class LearningMixer(nn.Module):
 
         Args:
             x: `b t hidden`.
-            state: What an earlier call returned, to continue; None: x begins its sequences.
+            state: The result of an earlier call, to continue; None: x begins its sequences.
             cu_seqlens: The bounds of sequences packed into one row (b = 1), `n_seqs + 1`.
         """
         check_call(self, x, state, cu_seqlens)
@@ -111,11 +111,11 @@ class LearningMixer(nn.Module):
         return project(self.out_proj, y), Memory(tensors | memory)
 
     def shared_cuts(self, mixed: tuple[Part, ...], gates: tuple[Part, ...]) -> dict[str, Cut]:
-        """Return how the projections and the convolution are shared out among ranks.
+        """Return the division of the projections and the convolution among ranks.
 
         Args:
             mixed: The parts of q | k | v.
-            gates: The parts of all else that in_proj makes.
+            gates: The parts of the other outputs of in_proj.
         """
         cuts = linear_cuts("in_proj", self.in_proj, 0, (*mixed, *gates))
         cuts |= linear_cuts("out_proj", self.out_proj, 1, (Part(self.out_proj.in_features, self.heads),))
@@ -129,12 +129,12 @@ class LearningMixer(nn.Module):
 
 
 def rows_of(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    """Return how many rows the state of a call has: the batch, or the packed sequences."""
+    """Return the number of rows of a call's state: the batch, or the packed sequences."""
     return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 def shared_sizes(model: ModelSizes, memory: MemoryConfig) -> dict[str, Any]:
-    """Return what the constructors of all these mixers take from a configuration."""
+    """Return the arguments of these mixers' constructors from a configuration."""
     sizes = {"hidden_size": model.hidden_size, "heads": memory.heads, "conv_size": memory.conv_size}
     return sizes if memory.chunk is None else {**sizes, "chunk": memory.chunk}
 

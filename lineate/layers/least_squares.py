@@ -1,8 +1,8 @@
 """The mixer whose memory is the exact least-squares fit of all pairs so far.
 
 q | k | v | z | b | f = in_proj(x)       q | k | v = silu(conv(q | k | v)), q and k of unit length
-beta = sigmoid(b)                        how much the pair counts
-lambda = floor^sigmoid(f + bias)         what is kept of the older ones, near 1
+beta = sigmoid(b)                        the weight of the pair
+lambda = floor^sigmoid(f + bias)         the decay of the older ones, near 1
 o, (P, S) = least_squares(q, k, v, log lambda, beta)
 y = out_proj(norm(o) * act(z))
 """
@@ -55,7 +55,7 @@ class LeastSquares(LearningMixer):
             key_dim: Channels of a key; None is hidden_size / heads.
             value_dim: Channels of a value; None is key_dim.
             conv_size: Tokens that the short convolution sees; 0 means no convolution.
-            ridge: What weighs the squared length of S.
+            ridge: The weight of the squared length of S.
             decay_floor: The least lambda; 1: nothing is forgotten.
             chunk: Tokens between two restorations of the ridge.
             norm_eps: Added to the mean square in the output norm.
@@ -120,7 +120,7 @@ class LeastSquares(LearningMixer):
         return y.flatten(2), memory
 
     def cuts(self) -> dict[str, Cut]:
-        """Return how the parameters are shared out among ranks, by heads."""
+        """Return the division of the parameters among ranks, by heads."""
         keys, values, heads = (Part(n * self.heads, self.heads) for n in (self.key_dim, self.value_dim, 1))
         if self.decay_bias is None:
             return self.shared_cuts((keys, keys, values), (values, heads))

@@ -2,7 +2,7 @@
 
 A state has rows: the b rows of a batch, or the sequences of a packed one; a call on packed sequences may be continued
 by a call on a batch of as many rows, and the other way round. States are values: a call returns a new one and leaves
-the old one as it was, so that a sequence can be continued in several ways.
+the old one unchanged, so that a sequence can be continued in several ways.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ class TensorSpec:
         name: its name in the state.
         shape: its shape for one row, without the row itself; "t" stands for the tokens seen so far.
         dtype: its dtype.
-        dtypes: others in which it may be kept between tokens; a call that is given such a state returns such a one.
+        dtypes: other dtypes in which it may be kept between tokens; a call returns it in the dtype of the given state.
     """
 
     name: str
@@ -37,11 +37,11 @@ class TensorSpec:
     dtypes: tuple[torch.dtype, ...] = ()
 
     def kept_in(self, dtype: torch.dtype) -> "TensorSpec":
-        """Return the tensor as it is kept in this dtype, or as it is if it cannot be."""
+        """Return the spec with this dtype, or the spec itself if the tensor cannot be kept in it."""
         return replace(self, dtype=dtype) if dtype in self.dtypes else self
 
     def nbytes(self, tokens: int = 0) -> int:
-        """Return the bytes of one row after so many tokens."""
+        """Return the bytes of one row after `tokens` tokens."""
         return prod(tokens if size == "t" else int(size) for size in self.shape) * self.dtype.itemsize
 
 
@@ -51,8 +51,8 @@ class Memory:
 
     Args:
         tensors: by name.
-        owned: whether the caller alone has them, so that a call may overwrite and return them where that saves a copy.
-        into: tensors of the same shapes that the caller alone has; a call may fill and return them instead of new ones.
+        owned: whether only the caller has them, so that a call may overwrite and return them where that saves a copy.
+        into: tensors of the same shapes that only the caller has; a call may fill and return them instead of new ones.
         seeds: `rows`, int: the next token rounds a bfloat16 memory stochastically, as in lineate.decode; None: to the
             nearest.
     """
@@ -99,7 +99,7 @@ class Memory:
 
 
 _CLAIMING = Lock()
-"""Held while room is claimed, as two threads may continue one state; global, as a graph cannot create a lock."""
+"""Held while room is claimed, because two threads may continue one state; global, as a graph cannot create one."""
 
 
 class _Buffer:
@@ -130,7 +130,7 @@ class TokenCache:
     """
 
     shared: dict[Hashable, Any] | None = None
-    """What all layers of one call compute alike, if they have a place for it."""
+    """Values that are equal for all layers of one call, if they share them."""
 
     def __init__(self, tensors: dict[str, Tensor], lengths: int | Tensor) -> None:
         self.n = next(iter(tensors.values())).shape[1]
@@ -193,7 +193,7 @@ class TokenCache:
         return sum(self[name].numel() * self[name].element_size() for name in self.names)
 
     def once(self, what: Hashable, make: Callable[[], Made]) -> Made:
-        """Return what make returns, which is the same for all layers of a call; made once where it can be shared."""
+        """Return the result of make, which is the same for all layers of a call; computed once if it is shared."""
         if self.shared is None:
             return make()
         if what not in self.shared:
@@ -335,7 +335,7 @@ class CacheInPlace(TokenCache):
         n: How many entries attention reads; at least the longest row with its new tokens.
         t: How many new tokens each row gets.
         lengths: The tokens of each row, `rows`, before the new ones and with them.
-        shared: Where the layers of the next call keep what they compute alike.
+        shared: Values that the layers of the next call share.
     """
 
     def __init__(
@@ -362,7 +362,7 @@ class CacheInPlace(TokenCache):
         return self.appended()
 
     def _where(self) -> tuple[Tensor, Tensor]:
-        """Return the rows and places of the new tokens, `rows t` each."""
+        """Return the rows and positions of the new tokens, `rows t` each."""
         assert isinstance(self.lengths, Tensor)
         at = self.lengths[:, None] + torch.arange(self.t, device=self.lengths.device)
         return torch.arange(len(at), device=at.device)[:, None].expand_as(at), at

@@ -16,9 +16,9 @@ from torch import nn
 from lineate.rule import DecayShape, Rule
 
 Column = Literal["gate", "decay", "write"]
-"""What in_proj makes after q | k | v: the output gate, the raw decay, the logit of beta."""
+"""The outputs of in_proj after q | k | v: the output gate, the raw decay, the logit of beta."""
 Features = Literal["plain", "unit", "map"]
-"""How the rule uses q and k: as they are, with norm 1, or through the mixer's `feature_map`."""
+"""How the rule uses q and k: unchanged, with norm 1, or through the mixer's `feature_map`."""
 DecayGate = Literal["none", "speed", "sigmoid", "step"]
 """The function from the raw decay a to the decay:
 
@@ -31,7 +31,7 @@ DecayGate = Literal["none", "speed", "sigmoid", "step"]
 
 @dataclass(frozen=True)
 class StepSpec:
-    """What one token of a linear mixer computes.
+    """The computation of one token of a linear mixer.
 
     Sizes, parameters and constants such as the scale are attributes of the mixer, with the same names in all of them
     (`LinearMixer`).
@@ -39,7 +39,7 @@ class StepSpec:
     Args:
         mixer: the class whose forward this describes; a subclass of it may compute something else.
         rule: the rule that runs, which says whether the write is corrected.
-        columns: what in_proj makes after q | k | v, in this order.
+        columns: the outputs of in_proj after q | k | v, in this order.
         features: how the rule uses q and k.
         decay: the shape of the decay.
         decay_gate: the function from the raw decay to the decay.

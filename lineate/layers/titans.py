@@ -51,7 +51,7 @@ class Titans(LearningMixer):
             head_dim: Channels of a head; None is hidden_size / heads.
             memory: "linear": M is a matrix; "mlp": two, with silu between them.
             expansion: Hidden channels of the MLP over head_dim.
-            residual: Whether the memory answers M(x) + x.
+            residual: Whether the memory returns M(x) + x.
             memory_norm: Whether a layer norm without weights follows the last matrix.
             chunk: Tokens that share one gradient point.
             clip: The largest norm of a token's gradient; None: no clipping, and a sequence of repeated keys can make
@@ -82,7 +82,7 @@ class Titans(LearningMixer):
         """Begin with a matrix of 0, or an MLP at random.
 
         Rates begin so low that 16 tokens with one key do not overshoot: 16 theta / (1 - eta) < 1. Forgetting begins at
-        less than 1 % a token, and much lower for an MLP, since it cannot learn its way back from weights of 0.
+        less than 1 % a token, and much lower for an MLP, since it cannot recover from weights of 0.
         """
         for x in self.initial:
             nn.init.normal_(x, std=0.0 if self.memory == "linear" else x.shape[1] ** -0.5)
@@ -91,7 +91,7 @@ class Titans(LearningMixer):
             self.gate_bias.copy_(bias[:, None].expand_as(self.gate_bias))
 
     def memory_spec(self, dtype: torch.dtype, wide: torch.dtype) -> list[TensorSpec]:
-        """Return the specs of the memory, its momentum, where its chunk began, and the place in the chunk."""
+        """Return the specs of the memory, its momentum, its weights as the chunk began, and its position there."""
         specs = []
         for i, x in enumerate(self.initial):
             specs += [TensorSpec(f"{name}_{i}", tuple(x.shape), wide) for name in ("weights", "momentum", "start")]
@@ -119,7 +119,7 @@ class Titans(LearningMixer):
         return self.norm(y, z.unflatten(-1, (self.heads, self.head_dim))).flatten(2), after
 
     def cuts(self) -> dict[str, Cut]:
-        """Return how the parameters are shared out among ranks, by heads."""
+        """Return the division of the parameters among ranks, by heads."""
         channels, heads = Part(self.heads * self.head_dim, self.heads), Part(self.heads, self.heads)
         cuts = self.shared_cuts((channels,) * 3, (channels, heads, heads, heads))
         cuts |= {f"initial.{i}": Cut(0, (heads,)) for i in range(len(self.initial))}

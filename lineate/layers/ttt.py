@@ -1,7 +1,7 @@
 """TTT-Linear and TTT-MLP as token mixers (arXiv 2407.04620): a memory that is a small model, trained while reading.
 
 q | k | v | z | r = in_proj(x)               one projection for everything
-q | k | v = silu(conv(q | k | v))            the short convolution; q and k then turn with the place in the chunk
+q | k | v = silu(conv(q | k | v))            the short convolution; then rotary positions in the chunk for q, k
 rate = base_rate sigmoid(r + rate_bias) / d
 o, state = ttt(q, k, v, rate, ...)           lineate.memory.ttt
 y = out_proj(LayerNorm(o) * gelu(z))         over all heads
@@ -63,8 +63,8 @@ class TTTMixer(LearningMixer):
             conv_size: Tokens that the short convolution sees; 0 means no convolution.
             rope_theta: The base of the rotary positions in the chunk; None: no positions.
             norm_eps: Added to the variance in the norms.
-            recompute_chunks: So many chunks at a time keep only their first weights for the backward, which runs them
-                again; 0 keeps everything.
+            recompute_chunks: Chunks of a group that keeps only its first weights and is recomputed in the backward; 0
+                keeps everything.
         """
         channels = heads * head_dim
         splits = 3 * channels, channels, heads  # q | k | v, z, r
@@ -101,7 +101,7 @@ class TTTMixer(LearningMixer):
         return shapes
 
     def memory_spec(self, dtype: torch.dtype, wide: torch.dtype) -> list[TensorSpec]:
-        """Return the specs of the model, its summed gradients, and the place in the chunk."""
+        """Return the specs of the model, its summed gradients, and the position in the chunk."""
         specs = [TensorSpec(name + end, shape, wide) for end in ("", "_sum") for name, shape in self.shapes().items()]
         return [*specs, TensorSpec("position", (), torch.int64)]
 
@@ -128,7 +128,7 @@ class TTTMixer(LearningMixer):
         return self._norm_all(output.flatten(2)) * elementwise(partial(F.gelu, approximate="tanh"), z), memory
 
     def _norm_all(self, x: Tensor) -> Tensor:
-        """Normalise the channels of all heads together, those on other ranks too."""
+        """Normalise the channels of all heads together, including those on other ranks."""
         if self.ranks is None:
             result: Tensor = self.post_norm(x)
             return result
@@ -138,7 +138,7 @@ class TTTMixer(LearningMixer):
         return (normed + self.post_norm.bias.to(wide.dtype)).to(x.dtype)
 
     def cuts(self) -> dict[str, Cut]:
-        """Return how the parameters are shared out among ranks, by heads."""
+        """Return the division of the parameters among ranks, by heads."""
         channels, heads = Part(self.heads * self.head_dim, self.heads), Part(self.heads, self.heads)
         cuts = self.shared_cuts((channels,) * 3, (channels, heads))
         cuts |= {f"post_norm.{name}": Cut(0, (channels,)) for name in ("weight", "bias")}
@@ -173,8 +173,8 @@ class TTTLinear(TTTMixer):
             conv_size: Tokens that the short convolution sees; 0 means no convolution.
             rope_theta: The base of the rotary positions in the chunk; None: no positions.
             norm_eps: Added to the variance in the norms.
-            recompute_chunks: So many chunks at a time keep only their first weights for the backward, which runs them
-                again; 0 keeps everything.
+            recompute_chunks: Chunks of a group that keeps only its first weights and is recomputed in the backward; 0
+                keeps everything.
         """
         super().__init__(
             hidden_size, heads, widths=(), head_dim=hidden_size // heads if head_dim is None else head_dim, chunk=chunk,
@@ -215,8 +215,8 @@ class TTTMLP(TTTMixer):
             conv_size: Tokens that the short convolution sees; 0 means no convolution.
             rope_theta: The base of the rotary positions in the chunk; None: no positions.
             norm_eps: Added to the variance in the norms.
-            recompute_chunks: So many chunks at a time keep only their first weights for the backward, which runs them
-                again; 0 keeps everything.
+            recompute_chunks: Chunks of a group that keeps only its first weights and is recomputed in the backward; 0
+                keeps everything.
         """
         head_dim = hidden_size // heads if head_dim is None else head_dim
         super().__init__(

@@ -16,7 +16,7 @@ DISAGREE = "disagreements"
 
 @dataclass(frozen=True)
 class LearnArguments:
-    """What `lineate learn` is asked for: a field is an option of the command line."""
+    """The options of `lineate learn`: a field is an option of the command line."""
 
     lesson: str | None = argument(
         f"A lesson's number or name, all, or {DISAGREE}; without it, the lessons are listed.", "LESSON", None
@@ -39,7 +39,7 @@ def add_commands(app: "typer.Typer") -> None:
 
 
 def run_learn(asked: LearnArguments) -> None:
-    """Show what was asked for; a wrong name ends the program with code 2, a claim that does not hold with code 1."""
+    """Show the requested lessons; a wrong name ends the program with code 2, a claim that does not hold with code 1."""
     from lineate.console.terminal import console, fail
     from lineate.learn.lessons import lesson_at
     from lineate.learn.show import show_disagreements, show_lesson, show_list

@@ -1,4 +1,4 @@
-"""Where write-ups disagree, each with a program that shows what the difference is."""
+"""Where write-ups disagree: questions with programs that show the differences."""
 
 from dataclasses import dataclass
 
@@ -35,9 +35,9 @@ class Disagreement:
     """A word for tests and messages."""
     question: str
     found: str
-    """What is found in public."""
+    """The answers found in public."""
     here: str
-    """What lineate does, and why."""
+    """lineate's answer, and the reason."""
     code: str
     """A program that continues SETUP."""
     claims: tuple[Claim, ...]
@@ -150,8 +150,8 @@ product, after = (scores * past).softmax(-1), scores.softmax(-1) * past
         "In which layout do the output gate and the context meet?",
         "A context of `b heads t d` is reshaped to `b t heads*d` without moving the heads first, and then "
         "multiplied by a gate of `b t heads*d`.",
-        "The number of elements is the same, so nothing complains, but tokens and heads are mixed: the output of a "
-        "token then holds other tokens, the future too. Move the heads behind the tokens first, or keep `b t heads "
+        "The number of elements is the same, so there is no error, but tokens and heads are mixed: the output of a "
+        "token then holds other tokens, the future too. Move the heads after the tokens first, or keep `b t heads "
         "d` throughout, as lineate does.",
         """\
 context, gate = torch.randn(2, 3, t, d, dtype=torch.float64), torch.randn(2, t, 3 * d, dtype=torch.float64).sigmoid()
@@ -169,11 +169,11 @@ context_first = lineate.softmax_attention(q, k, v).output.flatten(2)
 by_hand = layer.out_proj(context_first * parts[1].sigmoid())
 """,
         (
-            Equality("lineate's layer has heads behind tokens", "layer(x)[0].detach()", "by_hand.detach()"),
+            Equality("lineate's layer has heads after tokens", "layer(x)[0].detach()", "by_hand.detach()"),
             Measure("relative difference of the two", "far(wrong, right)", 0.5, 2),
             Measure("part of the earlier outputs that later tokens change", "(seen != 0).double().mean()", 0.1, 0.9),
             Equality(
-                "heads behind tokens, no earlier output changes",
+                "heads after tokens, no earlier output changes",
                 "context.transpose(1, 2)[:, : t // 2]",
                 "future.transpose(1, 2)[:, : t // 2]",
                 0,
@@ -209,11 +209,11 @@ copied = lambda S, k, v, a, b: a[1].exp().diag() @ (I - b * outer(k, k)) @ S + b
         """\
 wide = torch.rand(1, t, 1, d, dtype=torch.float64)                 # a rate for every value channel
 together = lineate.delta_rule(q, k, v, wide, form="recurrent").state[0, 0]
-apart = [lineate.delta_rule(q, k, v[..., i : i + 1], wide[..., i]).state[0, 0] for i in range(d)]
+columns = [lineate.delta_rule(q, k, v[..., i : i + 1], wide[..., i]).state[0, 0] for i in range(d)]
 keyed = lambda S, k, v, a, b: S + outer(k, b * v - S.T @ (b * wide[0, 0, 0] * k))
 """,
         (
-            Equality("a rate a value channel is a memory a column", "together", "torch.cat(apart, 1)"),
+            Equality("a rate a value channel is a memory a column", "together", "torch.cat(columns, 1)"),
             Equality(
                 "equal rates are the usual rule",
                 "lineate.delta_rule(q, k, v, beta[..., None].expand(-1, -1, -1, d), form='recurrent').state",

@@ -1,4 +1,4 @@
-"""What the lessons' pictures share: small panels, matrices in colours, lines in each mixer's look."""
+"""Functions that the lessons' pictures share: small panels, matrices in colours, lines in each mixer's style."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
-"""What a lesson is made of, and how it is run.
+"""The parts of a lesson, and its execution.
 
 The program of a lesson is a text. The command and the pages show this text, and `run` executes the same text. Claims
-are expressions that are evaluated with the program's names afterwards, so that they too are shown as they are run.
+are expressions that are evaluated with the program's names afterwards, so they too are shown exactly as they run.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Names = dict[str, Any]
-"""What a program has defined, by name."""
+"""The names that a program has defined."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Equality:
     """Two expressions whose values agree; numbers with a fraction are compared in float64."""
 
     says: str
-    """What is equal, in words."""
+    """The equality in words."""
     left: str
     """An expression over the names of the program."""
     right: str
@@ -59,7 +59,7 @@ class Measure:
     """A number that the text states, and the bounds that it must keep."""
 
     says: str
-    """What is measured, in words."""
+    """The measure in words."""
     value: str
     """An expression over the names of the program."""
     least: float
@@ -80,7 +80,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a claim evaluated to, and whether it holds."""
+    """The value of a claim, and whether it holds."""
 
     claim: Equality | Measure
     value: float
@@ -94,7 +94,7 @@ class Finding:
 
     @property
     def told(self) -> str:
-        """The figure in words: how far the sides of an equality are apart, or the measured number."""
+        """The figure in words: the difference between the sides of an equality, or the measured number."""
         if isinstance(self.claim, Equality):
             return f"off by {self.figure}, at most {self.claim.tolerance:g}"
         return self.figure
@@ -135,23 +135,23 @@ class Lesson:
     title: str
     equation: str
     text: str
-    """What the equation says, as Markdown; [Key] cites lineate.learn.references."""
+    """The explanation of the equation, as Markdown; [Key] cites lineate.learn.references."""
     code: str
     """About ten lines of Python."""
     claims: tuple[Claim, ...]
     picture: Picture
     exercise: Exercise
     next: str
-    """What breaks, and so what the next lesson is about."""
+    """The remaining problem, which is the subject of the next lesson."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What running a program and its claims gave."""
+    """The results of a program and its claims."""
 
     names: Names
     printed: str
-    """What the lesson's program printed."""
+    """The output of the lesson's program."""
     findings: tuple[Finding, ...]
     answers: tuple[Finding, ...] = ()
     """The findings of the exercise's answer."""
@@ -165,10 +165,10 @@ class Outcome:
 def run(lesson: Lesson, answer: bool = True) -> Outcome:
     """Run a lesson's program and check its claims; then, if `answer`, those of the exercise's answer.
 
-    The generators of random numbers stay untouched. The claims of the lesson are evaluated before the answer's program,
+    The states of random generators are unchanged. The claims of the lesson are evaluated before the answer's program,
     which may change names.
     """
-    said = io.StringIO()  # of this program alone, whatever other threads print
+    said = io.StringIO()  # only the output of this program, not of other threads
     with own_random_numbers():
         names = execute(lesson.code, lesson.name, {**_EMPTY, "print": partial(print, file=said)})
         printed, findings = said.getvalue(), check(lesson.claims, names)
@@ -179,7 +179,7 @@ def run(lesson: Lesson, answer: bool = True) -> Outcome:
 
 
 _EMPTY: Names = {"__name__": "lineate_lesson"}
-"""What a program finds defined."""
+"""The names defined before a program runs."""
 
 
 def execute(code: str, name: str, names: Names | None = None) -> Names:
@@ -197,7 +197,7 @@ def check(claims: Sequence[Claim], names: Names) -> tuple[Finding, ...]:
 
 
 def save_picture(picture: Picture, code: str, names: Names, path: Path) -> None:
-    """Draw the picture into a PNG file, which also holds the checksum of what drew it."""
+    """Draw the picture into a PNG file, which also contains the checksum of its source."""
     from PIL import Image  # matplotlib needs it too
     from PIL.PngImagePlugin import PngInfo
 

@@ -9,7 +9,7 @@ class Reference:
     """One paper, book, model or program."""
 
     key: str
-    """What texts cite, in square brackets."""
+    """The key that texts cite in square brackets."""
     authors: str
     year: int
     title: str
@@ -234,5 +234,5 @@ def cited(text: str) -> list[Reference]:
 
 
 def group_of(key: str) -> str:
-    """Return the subject that a reference stands under."""
+    """Return the subject of a reference."""
     return next(name for name, group in GROUPS.items() if REFERENCES[key] in group)

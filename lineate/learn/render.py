@@ -16,7 +16,8 @@ NOTE = (
     "<!-- Made by python -m lineate.learn.render docs/learn from lineate/learn; change the modules, not this page. -->"
 )
 
-
+WIDTH = 120
+"""Characters of a line of the pages."""
 COMMANDS = """\
     lineate learn                        the list
     lineate learn 5                      run a lesson in the terminal
@@ -26,7 +27,7 @@ COMMANDS = """\
 
 
 def render_pages(outcomes: Mapping[int, Outcome]) -> dict[str, str]:
-    """Return the pages by their paths from the folder of the lessons, given what running each lesson gave."""
+    """Return the pages by their paths from the folder of the lessons, given the outcome of each lesson."""
     lessons = all_lessons()
     pages = {f"{file_name(n, lesson)}.md": _lesson_page(n, lessons, outcomes[n]) for n, lesson in lessons.items()}
     pages["index.md"] = _index_page(lessons)
@@ -36,7 +37,7 @@ def render_pages(outcomes: Mapping[int, Outcome]) -> dict[str, str]:
 
 
 def write(folder: Path) -> None:
-    """Run all lessons; write the pages, and the pictures into the folder images beside them."""
+    """Run all lessons; write the pages, and the pictures into the folder images next to them."""
     images = folder / "images"
     images.mkdir(parents=True, exist_ok=True)
     outcomes = {number: run(lesson) for number, lesson in all_lessons().items()}
@@ -89,7 +90,7 @@ def _index_page(lessons: dict[int, Lesson]) -> str:
         "# Lessons",
         _filled(
             "Twelve short lessons lead from softmax attention to Kimi Delta Attention. You need to know softmax "
-            "attention; the rest is built up. Each has an equation, a program of some lines that runs as it is "
+            "attention; the rest is built up. Each has an equation, a program of some lines that runs exactly as "
             "shown, equalities that are checked in float64, a picture, an exercise with its answer, and what breaks "
             "next."
         ),
@@ -112,11 +113,15 @@ def _index_page(lessons: dict[int, Lesson]) -> str:
 def _disagreements_page() -> str:
     parts = [
         "# Where write-ups disagree",
-        "Papers, blogs and code tell these rules in different ways. Some differences are names; some are other "
-        "rules. Each\nprogram shows which, and its claims are checked in float64:",
+        _filled(
+            "Papers, blogs and code present these rules in different ways. Some differences are names; some are other "
+            "rules. Each program shows which, and its claims are checked in float64:"
+        ),
         "    lineate learn disagreements",
-        "[derivation.md](../derivation.md#9-where-write-ups-disagree) has a longer table, with conventions that "
-        "change no result.",
+        _filled(
+            "[derivation.md](../derivation.md#9-where-write-ups-disagree) has a longer table, with conventions that "
+            "change no result."
+        ),
         "Contents: "
         + " ·\n".join(f"[{n} {x.question}](#{_anchor(f'{n}. {x.question}')})" for n, x in enumerate(DISAGREEMENTS, 1)),
         "Every program continues this one:",
@@ -146,7 +151,7 @@ def _references_page() -> str:
             if reference.arxiv:
                 at = f"arXiv {reference.arxiv}"
                 line = line.replace(at, f"[{at}](https://arxiv.org/abs/{reference.arxiv})")
-            lines.append(f"- **{reference.key}**: {line}")
+            lines.append(_filled(f"- **{reference.key}**: {line}", "  "))
         parts += [f"## {name}", "\n".join(lines)]
     return "\n\n".join(parts)
 
@@ -170,10 +175,10 @@ def _findings(findings: Sequence[Finding]) -> str:
 
 
 def _way(number: int, lessons: dict[int, Lesson]) -> str:
-    """Return the links to the list and to the lessons beside this one."""
+    """Return the links to the list and to the previous and next lessons."""
     beside = [(n, lessons[n]) for n in (number - 1, number + 1) if n in lessons]
     links = [f"[{n}. {lesson.title}]({file_name(n, lesson)}.md)" for n, lesson in beside]
-    return " · ".join(["[Lessons](index.md)", *links])
+    return " ·\n".join(["[Lessons](index.md)", *links])
 
 
 def _targets(text: str) -> str:
@@ -183,10 +188,13 @@ def _targets(text: str) -> str:
     return "".join(lines) + "\n" * bool(lines)
 
 
-def _filled(text: str) -> str:
-    """Return a paragraph in lines; none begins with an operator, which Markdown would take for an item of a list."""
-    bound = re.sub(r" ([-+*]) ", "\x01\\1\x01", " ".join(text.split()))
-    lines = textwrap.fill(bound, 140, break_on_hyphens=False, break_long_words=False)
+def _filled(text: str, indent: str = "") -> str:
+    """Return a paragraph in lines; none begins with an operator, which Markdown would take for an item of a list.
+
+    The lines after the first begin with `indent`.
+    """
+    bound = re.sub(r"(?<!^) ([-+*]) ", "\x01\\1\x01", " ".join(text.split()))
+    lines = textwrap.fill(bound, WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
     return lines.replace("\x01", " ")
 
 

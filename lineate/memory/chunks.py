@@ -18,7 +18,7 @@ from lineate.forms.sequences import locate, sequence_lengths
 from lineate.memory.gpu import kept
 
 LARGEST_TENSOR = 2**26
-"""Numbers of the largest tensor of a run: 256 MiB in float32."""
+"""Elements of the largest tensor of a run: 256 MiB in float32."""
 
 
 def check_chunk(chunk: int) -> None:
@@ -41,11 +41,11 @@ class Chunks(NamedTuple):
     sizes: list[int]
     """For each chunk, how many rows have it."""
     slot: Tensor | None
-    """`b * t`: where each token lies; None: all rows are equally long and begin a chunk."""
+    """`b * t`: the slot of each token; None: all rows are equally long and begin a chunk."""
     even: bool
     """Whether slots are counted as `rows n chunk`, and not as `cells chunk`."""
     order: Tensor
-    """`rows`: which row comes first, second, ..."""
+    """`rows`: the rows in the order of their cells."""
     rank: Tensor
     """The inverse of order."""
     lengths: Tensor
@@ -137,7 +137,7 @@ def _lay_out(
     device: torch.device,
 ) -> Chunks:
     rows, known = len(lengths), not isinstance(positions, Tensor)
-    # What depends on device tensors is computed there; all else is computed on the host, then copied.
+    # Values that depend on device tensors are computed there; all others are computed on the host, then copied.
     place = torch.device("cpu") if known else device
     if isinstance(positions, tuple):
         room = positions
@@ -212,7 +212,7 @@ def walk_places(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, T
 
     Args:
         sizes: For each of some consecutive chunks, how many rows have it, most first.
-        device: Where the tensors are wanted.
+        device: The device of the returned tensors.
 
     Returns:
         base `n` and the number of chunks of each row `rows`, both int32, and the latter on the host.
@@ -254,7 +254,7 @@ def cut_runs(tokens: int, position: int, chunk: int, numbers: int) -> list[Chunk
     """Cut tokens that begin at this position of a chunk into runs.
 
     Args:
-        tokens: How many there are.
+        tokens: The number of tokens.
         position: Where the first one stands.
         chunk: Tokens of a chunk.
         numbers: The size of the largest tensor of one chunk; a run's is at most LARGEST_TENSOR, or one chunk's.

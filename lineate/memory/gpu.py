@@ -13,7 +13,7 @@ from lineate.torch_ops.tracing import is_eager
 R = TypeVar("R")
 
 STATE_NUMBERS = 2**28
-"""Numbers of the states that kernels make at a time, at most: 1 GiB in float32."""
+"""The most elements of states that kernels compute at a time: 1 GiB in float32."""
 
 
 def on_gpu(x: Tensor) -> bool:

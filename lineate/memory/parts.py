@@ -19,7 +19,7 @@ NamedWeights = dict[str, Tensor]
 Loss = Callable[["MemoryModel", NamedWeights, Tensor, Tensor], Tensor]
 """loss(model, weights, k, v) -> a number."""
 Optimiser = Callable[[NamedWeights, NamedWeights, NamedWeights], tuple[NamedWeights, NamedWeights]]
-"""optimiser(gradients, carried, gates) -> what is added to the weights, and what it carries to the next token.
+"""optimiser(gradients, carried, gates) -> the change of the weights, and its state for the next token.
 
 All are tensors of one head by name: gradients and steps by the names of the learned weights, gates by theirs. carried
 begins with zeros like the learned weights.
@@ -34,7 +34,7 @@ MUON_STEPS = (
 )
 """LaCT's five Newton-Schulz steps: X <- a X + b (X X^T) X + c (X X^T)^2 X."""
 MUON_EPS, ROW_EPS = 1e-7, 1e-5
-"""Added to the norm of what is orthogonalised, and to the length of a row that is rescaled."""
+"""Added to the norm of an orthogonalised matrix, and to the length of a rescaled row."""
 
 
 def check_name(name: str) -> None:

@@ -47,7 +47,7 @@ def run_head(
         v: Values `t v`.
         gates: The gates by name, `t ...` each; "position" is `c`.
         weights: The initial weights, which a rule that rescales rows also needs later.
-        state: What an earlier call returned, to continue; None: no token was read.
+        state: The result of an earlier call, to continue; None: no token was read.
         ridge: The initial ridge of least squares.
 
     Returns:
@@ -110,7 +110,7 @@ def run_reference(
         gates: The gates by name, `b t hv ...` each; "position" is `c` or `hv c`.
         weights: The initial weights of each head, `hv ...`, or of each row and head, `rows hv ...`; a weight whose
             name begins with b, and gamma, has one dimension of its own, every other one two.
-        state: What an earlier call returned, to continue; None: no token was read.
+        state: The result of an earlier call, to continue; None: no token was read.
         cu_seqlens: The bounds of sequences packed into one row (b = 1), `n_seqs + 1`; the rows of the state are then
             these sequences.
         ridge: The initial ridge of least squares.

@@ -86,7 +86,7 @@ class MemoryState:
     sums: NamedWeights = field(default_factory=dict)
     """The sums of rate_s G_s over the chunk so far (positioned sgd, muon); muon also: "momentum", that of the gates."""
     momentum: NamedWeights = field(default_factory=dict)
-    """S_t of Titans; the last chunk's dW of LaCT; what an optimiser that is a function carries."""
+    """S_t of Titans; the last chunk's dW of LaCT; the state of an optimiser that is a function."""
     hessian: Tensor | None = None
     """Least squares: sum of k k^T and the ridge, `k k`, the inverse of P."""
     position: int | Tensor = 0

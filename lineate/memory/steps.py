@@ -1,4 +1,4 @@
-"""The steps of the reference: the gradient of one pair, what each optimiser does with it, and the end of a chunk."""
+"""The steps of the reference: the gradient of one pair, the update of each optimiser, and the end of a chunk."""
 
 from collections.abc import Callable, Mapping
 
@@ -10,7 +10,7 @@ from lineate.memory.rules import MemoryRule, MemoryState
 
 
 def gradient(rule: MemoryRule, at: NamedWeights, k: Tensor, v: Tensor) -> NamedWeights:
-    """Return the gradient of one pair's loss by the learned weights, itself differentiable.
+    """Return the gradient of one pair's loss with respect to the learned weights, itself differentiable.
 
     Args:
         rule: The memory.
@@ -32,7 +32,7 @@ def gradient(rule: MemoryRule, at: NamedWeights, k: Tensor, v: Tensor) -> NamedW
 
 
 def _check_loss(rule: MemoryRule, loss: Tensor) -> None:
-    """Check that what a loss returned is one number that depends on the learned weights."""
+    """Check that the result of a loss is one number that depends on the learned weights."""
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss of {rule.name} must return a tensor, got {type(loss).__name__}")
     if loss.numel() != 1:

@@ -119,9 +119,9 @@ class HybridConfig:
         mixer_only: layers that have a mixer and no feed-forward.
         norm_eps: epsilon of the norms around the mixers and feed-forwards.
         zero_centred_norm: whether RMSNorm multiplies by 1 + weight.
-        norm_after: letters whose layers normalise what is added to the residual, not what is read from it.
+        norm_after: letters whose layers normalise their output, which is added to the residual, not their input.
         embedding_scale: multiplies the embeddings of the tokens.
-        residual_scale: multiplies what a mixer or a feed-forward adds to the residual stream.
+        residual_scale: multiplies the output of a mixer or a feed-forward that is added to the residual stream.
         logit_scale: multiplies the logits.
         tie_embeddings: whether the embedding is the head too.
         initializer_range: standard deviation of the first weights.
@@ -246,7 +246,7 @@ class HybridConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values as JSON can hold them; for mixers of your own, also the modules to import first."""
+        """Return JSON values; for mixers of your own, also the modules to import first."""
         values = {name: value for name, value in asdict(self).items() if name not in ("letters", "mixers")}
         own = [kind for kind in kinds() if kind.name in self.mixers]
         own += [kind for kind in self.mixer_kinds() if kind.section is not None and not kind.built_in]
@@ -360,7 +360,7 @@ def _known(part: type[Any], values: dict[str, Any], where: str) -> dict[str, Any
 
 
 def _read(hint: Any, value: Any, where: str) -> Any:
-    """Return a JSON value as a field with this annotation holds it; a value of a wrong type is returned as it is."""
+    """Return a JSON value converted for a field with this annotation; a value of a wrong type is returned unchanged."""
     kinds = alternatives(hint)
     if isinstance(value, list) and any(tuple in (kind, get_origin(kind)) for kind in kinds):
         return tuple(value)

@@ -1,4 +1,4 @@
-"""A model shared out among ranks (tensor parallelism): some heads, channels and tokens of the vocabulary on each.
+"""A model divided among ranks (tensor parallelism): some heads, channels and tokens of the vocabulary on each.
 
     ranks = Ranks(group)                                             # lineate.parallel.tensor.ranks
     model = HybridLM.from_pretrained(folder, ranks=ranks)            # reads this rank's share alone
@@ -6,7 +6,7 @@
 
 A rank's model is an ordinary one of `rank_config`, so its weights and states have the bytes of that configuration. All
 ranks read the same tokens and get the same logits, to the bit. After a backward, gradients of parameters that several
-ranks hold are only summands: `sum_shared_gradients` adds them up.
+ranks hold are partial sums: `sum_shared_gradients` adds them up.
 """
 
 import sys
@@ -29,7 +29,7 @@ AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
 MOST_ADVISED = 4096
-"""The message about a number of ranks that cannot share a model names one of at most so many that can."""
+"""The largest number of ranks that messages about an invalid number suggest."""
 
 
 def rank_config(config: HybridConfig, ranks: int, rank: int = 0) -> HybridConfig:
@@ -45,7 +45,7 @@ def rank_config(config: HybridConfig, ranks: int, rank: int = 0) -> HybridConfig
     try:
         return divide_config(config, ranks, rank)
     except ValueError as error:
-        # All parts can be shared out among so many, not this one alone.
+        # All parts can be divided among this number of ranks, not only this one.
         fewer = next(n for n in range(min(ranks, MOST_ADVISED), 0, -1) if _divides(config, n))
         raise ValueError(f"{error}; use {fewer} rank{'s' if fewer > 1 else ''}") from None
 
@@ -188,7 +188,7 @@ def _cuts_of(model: nn.Module) -> dict[str, Cut]:
 
 
 class Held(NamedTuple):
-    """What a rank holds of a parameter.
+    """A rank's share of a parameter.
 
     Args:
         dim: the dimension that is cut.

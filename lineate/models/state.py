@@ -26,7 +26,7 @@ class ModelState:
     lengths: int | Tensor
 
     def __repr__(self) -> str:
-        """Count layers that look the same; no value is looked at."""
+        """Describe the layers with counts of equal ones; no value is read."""
         counts: dict[str, int] = {}
         for layer in map(repr, self.layers):
             counts[layer] = counts.get(layer, 0) + 1

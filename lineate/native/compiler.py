@@ -32,7 +32,7 @@ RUNNING = BoundedSemaphore(CORES)  # compilers of this process, whatever they co
 
 
 def _begin_child() -> None:
-    """Give a forked process a semaphore of its own: nobody there would release what the parent's threads hold."""
+    """Give a forked process a new semaphore: no thread there would release those that the parent's threads hold."""
     global RUNNING
     RUNNING = BoundedSemaphore(CORES)
 

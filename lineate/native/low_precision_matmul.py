@@ -2,7 +2,7 @@
 
     y = round(wide(x) wide(W)^T + wide(bias))       summed in float32, rounded once
 
-On such a CPU, torch's own products in bfloat16 take up to hundreds of times as long. Weights stay as they are: blocks
+On such a CPU, torch's own products in bfloat16 take up to hundreds of times as long. Weights are not converted: blocks
 of their rows are widened one after another, so that a model's memory does not double. Under autocast the operands are
 not rounded first; the result has autocast's dtype.
 
@@ -30,7 +30,7 @@ from lineate.system.processor import multiplies
 from lineate.torch_ops.tracing import is_eager, needs_grad
 
 BLOCK = 2**20
-"""What has at most so many elements (4 MB in float32) is widened as a whole; larger weights in blocks of 16 MB."""
+"""The most elements that are widened as a whole (4 MB in float32); larger weights are widened in blocks of 16 MB."""
 _HALVES = (torch.bfloat16, torch.float16)
 
 

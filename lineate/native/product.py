@@ -12,7 +12,7 @@ from lineate.native.build import c_function, why_not
 from lineate.system.processor import instruction_sets
 
 FEW_ROWS = 16
-"""So many rows are multiplied here faster than by torch on every processor."""
+"""The number of rows up to which this product is faster than torch's on every processor."""
 
 
 def _most_rows() -> int:

@@ -1,1 +1,1 @@
-"""Work shared out among ranks: one sequence, one model, one job."""
+"""Parallelism over ranks: context (one sequence), tensor (one model), and the processes of a job."""

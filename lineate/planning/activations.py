@@ -3,7 +3,7 @@
 The paths that training takes are counted: in float32 the C kernels on a CPU, under bfloat16 autocast the Triton kernels
 on a GPU. A block keeps what its norms, products, convolution, rule or attention, and feed-forward read; a part of a
 larger tensor keeps all of it. The row of a mixer has what the mixer keeps; without it, that is measured. The residual
-stream is float32. Not counted: what a kernel needs only while it runs, tables of rotary positions, and the one or two
+stream is float32. Not counted: temporary memory of kernels, tables of rotary positions, and the one or two
 tensors of gradients that are alive at a time.
 """
 
@@ -29,7 +29,7 @@ class Saved:
 
 
 def saved_by(config: HybridConfig, layer: int, half: bool) -> Saved:
-    """Return what one layer keeps; half: under bfloat16 autocast."""
+    """Return the kept bytes of one layer; half: under bfloat16 autocast."""
     kind, hidden, e = kind_of(config.letters[layer]), config.hidden_size, 2 if half else 4
     part = config.part(kind)
     mixer = kept_bytes(kind, config, part, half) if kind.kept_bytes is None else kind.kept_bytes(part, half)
@@ -39,7 +39,7 @@ def saved_by(config: HybridConfig, layer: int, half: bool) -> Saved:
 
 
 def ends(config: HybridConfig, half: bool) -> int:
-    """Return the bytes a token around the blocks: its number, and what the last norm and the head read."""
+    """Return the bytes per token outside the blocks: its id, and the inputs of the last norm and the head."""
     return 8 + (4 + (2 if half else 4)) * config.hidden_size
 
 

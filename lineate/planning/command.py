@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 TAUGHT: dict[str, int | str] = {
     "--emb-dim": 2048, "--n-heads": 16, "--n-layers": 48, "--dtype": "bf16", "--pattern": "GGGA"
 }  # fmt: skip
-"""The numbers that --teaching takes where none are given; the last two are the defaults of from_numbers."""
+"""The default numbers of --teaching; the last two are the defaults of from_numbers."""
 EVEN = 64
 """How many steps a figure has from its first length to its last if the axis of lengths is linear."""
 ARGUMENTS = (
     "emb_dim", "n_heads", "kv_heads", "head_dim", "dtype", "state_dtype", "conv_dtype", "cache_dtype", "pattern",
     "hardware", "optimizer", "tensor", "context", "replicas",
 )  # fmt: skip
-"""Arguments of the library that an option is named for."""
+"""Arguments of the library with an option of the same name."""
 OTHER_NAMES = {"context": "context-ranks"}
-"""Options that are named otherwise, because --context has the lengths."""
+"""Options with another name, because --context has the lengths."""
 OPTIMIZERS, PRECISIONS = ("adamw", "muon"), ("bfloat16", "float32")
 MOST_DEVICES = 2**20
 HOW = (
@@ -62,7 +62,7 @@ def add_commands(app: "typer.Typer") -> None:
 
 
 def run_plan(asked: PlanArguments) -> None:
-    """Print and write what was asked for; a wrong option ends the program."""
+    """Print and write the requested results; a wrong option ends the program."""
     import typer
 
     from lineate.console.terminal import fail, printable
@@ -89,7 +89,7 @@ def run_plan(asked: PlanArguments) -> None:
 def _read(
     asked: PlanArguments, assumed: Mapping[str, int | str]
 ) -> tuple["PlanRequest", tuple[str, ...], tuple[bool, bool]]:
-    """Return what to plan, the panels of the figure, and whether its axes x and y are linear."""
+    """Return the request, the panels of the figure, and whether its axes x and y are linear."""
     from lineate.planning.hardware import several
     from lineate.planning.models import DTYPES, Split
     from lineate.planning.report import PlanRequest
@@ -130,7 +130,7 @@ def _read(
 
 
 def _make(asked: PlanArguments, request: "PlanRequest") -> dict[str, Any]:
-    """Return the numbers that were asked for."""
+    """Return the requested numbers."""
     from lineate.planning.report import make_report, make_teaching_report
     from lineate.planning.where import make_fits_report, places_for
 
@@ -208,7 +208,7 @@ def _show(report: dict[str, Any], json_file: str | None, csv_file: str | None, l
     from lineate.planning.where import print_fits
 
     texts = [(json_file, json.dumps(report, indent=1) + "\n"), (csv_file, csv_text(report))]
-    for name, text in texts:  # before the tables, which may be cut by a pipe
+    for name, text in texts:  # before the tables, whose output may be cut by a pipe
         if name is not None and name != "-":
             user_path(name).write_text(text, encoding="utf-8", errors="surrogateescape")
     if "-" not in (json_file, csv_file):
@@ -223,7 +223,7 @@ def _show(report: dict[str, Any], json_file: str | None, csv_file: str | None, l
         if name == "-":
             typer.echo(printable(text), nl=False)
         elif name is not None:
-            typer.echo(printable(name), err="-" in (json_file, csv_file))  # what is printed must stay JSON, or CSV
+            typer.echo(printable(name), err="-" in (json_file, csv_file))  # stdout must stay valid JSON or CSV
 
 
 def _draw(

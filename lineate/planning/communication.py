@@ -1,12 +1,12 @@
 """Bytes that a rank receives from the others, counted as the code sends them.
 
-    a sum over n ranks (all-reduce) of B bytes     2 B (n - 1) / n: a rank receives what it adds up, then the other sums
+    a sum over n ranks (all-reduce) of B bytes     2 B (n - 1) / n: a rank receives its summands, then the other sums
     a gather of B bytes of each of n ranks         B (n - 1)
 
 Tensor ranks sum the output of every mixer and every feed-forward, and the embedding, and gather the logits. A backward
-sums the gradients of what enters a mixer, a feed-forward and the head. Context ranks gather what crosses their segments
-(docs/scaling.md). Ranks with different tokens sum the gradients of parameters, and tensor ranks those of parameters
-that several of them hold. Single numbers are left out: counts of tokens, the norm of the gradient.
+sums the gradients of the inputs of mixers, feed-forwards and the head. Context ranks gather the exchanges between
+segments (docs/scaling.md). Ranks with different tokens sum the gradients of parameters, and tensor ranks those of
+parameters that several of them hold. Single numbers are left out: counts of tokens, the norm of the gradient.
 """
 
 from dataclasses import dataclass
@@ -26,21 +26,21 @@ from lineate.planning.models import Model, check_size
 from lineate.rule import rule_named
 
 TOLD_BYTES = 40
-"""What a rank of context parallelism tells all others at the start of a call."""
+"""Bytes of the description that a rank of context parallelism sends to all others at the start of a call."""
 FLOAT = 4
-"""Bytes of a float32, which gradients of parameters, norms, losses and maps of memories are."""
+"""Bytes of a float32, the dtype of gradients of parameters, norms, losses and maps of memories."""
 
 
 @dataclass(frozen=True)
 class Received:
-    """Bytes that one rank receives, by what they are for."""
+    """Bytes that one rank receives, by purpose."""
 
     sums: int = 0
     """Outputs of mixers, of feed-forwards and of the embedding, summed over tensor ranks; gradients of their inputs."""
     logits: int = 0
     """Logits, gathered from tensor ranks; in training, sums of their exponentials."""
     context: int = 0
-    """What crosses the segments of a sequence: maps of memories, inputs of convolutions, keys and values, queries.
+    """Exchanges between the segments of a sequence: maps of memories, inputs of convolutions, keys and values, queries.
 
     Ranks receive different numbers of queries; this is the rank that receives most.
     """
@@ -68,7 +68,7 @@ def decode_received(plan: MemoryPlan, batch: int = 1) -> Received:
 
 
 def prefill_received(plan: MemoryPlan, batch: int, tokens: int) -> Received:
-    """Return the bytes of reading batch sequences of so many tokens, of which the last one has logits.
+    """Return the bytes of reading `batch` sequences of `tokens` tokens, with logits of the last one.
 
     Args:
         plan: The memory of a rank's model (split_model).
@@ -123,14 +123,14 @@ def training_received(
     moves = _moved_queries(plan, rows, length, number)
     moved = max((runs * forward + backward for forward, backward in moves), default=0)
     handed += 2 * len(_attention(model)) * bool(moves)
-    told = TOLD_BYTES * (split.context - 1)  # once, whatever is computed again
+    told = TOLD_BYTES * (split.context - 1)  # once, also with recomputation
     gradients = _summed(FLOAT * plan.parameters, readers)
     calls += (runs + 1) * handed + bool(told) + (readers > 1)
     return Received(sums, logits, (runs + 1) * crossing + moved + told, gradients, shared, calls)
 
 
 def _forward(model: Model, tokens: int, logits: int) -> Received:
-    """Return what tensor ranks receive of a forward of so many tokens, with the logits of some."""
+    """Return the bytes that tensor ranks receive in a forward of `tokens` tokens, with the logits of some."""
     n, config, number = model.split.tensor, model.config, _number(model)
     if n == 1:
         return Received()
@@ -164,7 +164,7 @@ def _norms(config: HybridConfig) -> int:
 
 
 def _held_by_several(model: Model) -> int:
-    """Return how many numbers tensor ranks add up of the gradients of parameters that several of them hold."""
+    """Return how many numbers tensor ranks sum for the gradients of parameters that several of them hold."""
     whole = empty_of(model.config if model.whole is None else model.whole)
     cuts, found = model_cuts(whole), 0
     for name, x in whole.named_parameters():
@@ -229,7 +229,7 @@ def _attention(model: Model) -> list[tuple[int, int]]:
 
 
 def _map_bytes(plan: MemoryPlan, layer: LayerMemory) -> int:
-    """Return the bytes of the map of a segment: what it leaves in the memory, and what it does to what was there."""
+    """Return the bytes of the map of a segment, S -> A S + B."""
     kind, config = kind_of(layer.letter), plan.model.config
     part, rule = config.part(kind), rule_named(kind.rule or kind.name)
     left = layer.computed
@@ -248,5 +248,5 @@ def _number(model: Model) -> int:
 
 
 def _summed(nbytes: int, ranks: int) -> int:
-    """Return the bytes that a rank receives for a sum of so many bytes over ranks."""
+    """Return the bytes that a rank receives for a sum of `nbytes` bytes over ranks."""
     return 2 * (nbytes - nbytes // ranks)

@@ -3,10 +3,10 @@
 A multiply-add counts as 2. Two conventions:
 
     executed   the matrix products that plain torch runs here, as torch.utils.flop_counter counts them (flops.py
-               tells it of our ops): attention over all pairs, causal or not, chunks of 64 with their square scores. Not
-               counted, as there: triangular solves, convolutions of 4 taps, the recurrent write, norms and other
-               elementwise work.
-    least      what no implementation avoids: causal pairs alone, the recurrence itself, no padding. For time bounds.
+               registers lineate's ops): attention over all pairs, causal or not, chunks of 64 with their square
+               scores. Not counted, as there: triangular solves, convolutions of 4 taps, the recurrent write, norms
+               and other elementwise work.
+    least      a lower bound for any implementation: causal pairs alone, the recurrence itself, no padding.
 """
 
 from dataclasses import dataclass
@@ -41,12 +41,12 @@ class LayerFlops:
         return self.config.letters[self.index]
 
     def forward(self, tokens: int, convention: str = "executed") -> int:
-        """Return the operations of a whole sequence of so many tokens."""
+        """Return the operations of a whole sequence of `tokens` tokens."""
         _check(convention, tokens=tokens)
         return tokens * (self.projections + self.feed) + self.mixing(tokens, convention)
 
     def decode(self, context: int, convention: str = "executed") -> int:
-        """Return the operations of one token after so many."""
+        """Return the operations of one token after `tokens` others."""
         _check(convention)
         return self.projections + self.feed + self.mixing_one(context, convention)
 
@@ -55,7 +55,7 @@ class LayerFlops:
         return self._operations.mixing(self.config.part(self._kind), tokens, convention)
 
     def mixing_one(self, context: int, convention: str = "executed") -> int:
-        """Return the same for one token after so many."""
+        """Return the same for one token after `tokens` others."""
         return self._operations.mixing_one(self.config.part(self._kind), context, convention)
 
     @property
@@ -76,24 +76,24 @@ class FlopsPlan:
     layers: tuple[LayerFlops, ...]
     """Operations of each layer."""
     head: int
-    """Operations per token whose logits are wanted."""
+    """Operations per token with logits."""
 
     def forward(self, tokens: int, logits: int, convention: str = "executed") -> int:
-        """Return the operations of a whole sequence, with the logits of so many of its tokens."""
+        """Return the operations of a whole sequence, with the logits of a number of its tokens."""
         return sum(layer.forward(tokens, convention) for layer in self.layers) + logits * self.head
 
     def prefill(self, tokens: int, convention: str = "executed") -> float:
-        """Return the mean per token of a sequence of so many, of which only the last has logits."""
+        """Return the mean per token of a sequence of `tokens` tokens, of which only the last has logits."""
         return self.forward(tokens, 1, convention) / tokens
 
     def decode(self, context: int, convention: str = "executed") -> int:
-        """Return the operations of one token after so many."""
+        """Return the operations of one token after `tokens` others."""
         return sum(layer.decode(context, convention) for layer in self.layers) + self.head
 
     def training(self, length: int, recompute: bool = False, convention: str = "executed") -> float:
         """Return the operations per token of sequences of this length.
 
-        They are 3 forwards, as a backward is two, or 4 if blocks are computed again.
+        They are 3 forwards, as a backward is two, or 4 if blocks are recomputed.
 
         Scores that kernels always recompute in their backward (of a chunk, of flash attention) are not counted.
         """
@@ -150,7 +150,7 @@ def decode_bytes(plan: MemoryPlan, batch: int, context: int, routing: str = "lea
 
 
 def prefill_bytes(plan: MemoryPlan, batch: int, tokens: int, routing: str = "least") -> Moved:
-    """Return the bytes of batch sequences of so many tokens: weights once, and the state they leave.
+    """Return the bytes of `batch` sequences of `tokens` tokens: weights once, and the final state.
 
     Args:
         plan: The memory of the model.
@@ -164,7 +164,7 @@ def prefill_bytes(plan: MemoryPlan, batch: int, tokens: int, routing: str = "lea
 
 
 def touched_weights(plan: MemoryPlan, tokens: int, routing: str = "least") -> int:
-    """Return the bytes of the weights that so many tokens are multiplied with; of experts, those they are routed to."""
+    """Return the bytes of the weights that a number of tokens use; of experts, those they are routed to."""
     if routing not in ("least", "expected"):
         raise ValueError(f"routing must be 'least' or 'expected', got {routing!r}")
     c = plan.model.config
@@ -192,7 +192,7 @@ def _embedding_row(plan: MemoryPlan) -> int:
 
 
 def _projections(c: HybridConfig, letter: str) -> int:
-    """Return the operations per token of what is multiplied with weights in a mixer."""
+    """Return the operations per token of the products with weights in a mixer."""
     kind = kind_of(letter)
     return operations_of(kind, c).projections(c, c.part(kind))
 

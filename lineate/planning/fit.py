@@ -1,18 +1,18 @@
-"""What fits: the longest context, the largest batch, and when a fixed state is smaller than a cache."""
+"""The longest context and the largest batch that fit, and the length from which a state is smaller than a cache."""
 
 from lineate.planning.memory import LayerMemory, MemoryPlan, plan_memory
 from lineate.planning.models import Model, check_size, variants
 
 
 def longest_context(plan: MemoryPlan, memory_bytes: int, batch: int = 1) -> int | None:
-    """Return the tokens n of each of batch sequences that just fit.
+    """Return the largest number of tokens n of each of `batch` sequences that fits.
 
     plan.total(batch, n) <= memory_bytes < plan.total(batch, n + 1). The result is None if nothing grows, so that any
     length fits, and 0 if weights and fixed state leave no room for a token, or do not fit themselves.
 
     Args:
         plan: The memory of the model.
-        memory_bytes: Bytes that there are for weights and state.
+        memory_bytes: Bytes available for weights and state.
         batch: Sequences at a time.
     """
     check_size("memory_bytes", memory_bytes)
@@ -24,13 +24,13 @@ def longest_context(plan: MemoryPlan, memory_bytes: int, batch: int = 1) -> int 
 
 
 def largest_batch(plan: MemoryPlan, memory_bytes: int, tokens: int) -> int:
-    """Return the most sequences n of so many tokens that fit.
+    """Return the largest number of sequences n of `tokens` tokens that fits.
 
     plan.total(n, tokens) <= memory_bytes < plan.total(n + 1, tokens).
 
     Args:
         plan: The memory of the model.
-        memory_bytes: Bytes that there are for weights and state.
+        memory_bytes: Bytes available for weights and state.
         tokens: Tokens of each sequence.
     """
     check_size("memory_bytes", memory_bytes)

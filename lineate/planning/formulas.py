@@ -36,7 +36,7 @@ def teaching(
         tokens: Tokens of each sequence.
         batch: Sequences at a time.
         dtype: Dtype of the cache and of the state.
-        ratio: How many layers of DeltaNet come to how many of full attention.
+        ratio: Layers of DeltaNet to layers of full attention.
     """
     sizes = {"emb_dim": emb_dim, "n_heads": n_heads, "n_layers": n_layers, "batch": batch}
     sizes |= {"ratio[0]": ratio[0], "ratio[1]": ratio[1]}
@@ -76,7 +76,7 @@ def taught_variants(model: Model) -> dict[str, Model]:
 
 
 def taught_heads(model: Model) -> int:
-    """Return the one number of heads that the formulas know."""
+    """Return the number of heads in the formulas."""
     c = model.config
     for part in (c.attention, c.latent, c.linear, c.mamba, c.memory, *c.mixers.values()):
         if isinstance(heads := getattr(part, "heads", None), int):
@@ -88,7 +88,7 @@ def differences(
     model: Model, tokens: int = 32768, state_dtype: str = "float32", conv_dtype: str | None = None,
     cache_dtype: str | None = None,
 ) -> list[str]:  # fmt: skip
-    """Say how exact bytes differ from the formulas, and why: one sentence each, with the numbers of this model.
+    """Describe how exact bytes differ from the formulas, and why: one sentence each, with the numbers of this model.
 
     Args:
         model: The model.
@@ -108,7 +108,7 @@ def differences(
     said += _cache_differences(model, full, cached, heads, d_head)
     a, b = mixed_ratio(c)
     if len({kind_of(letter).grows for letter in c.letters}) == 1:
-        said.append(f"The pattern {c.pattern} has one kind of layer; the hybrid beside it is an example of {a}:{b}.")
+        said.append(f"The pattern {c.pattern} has one kind of layer; the hybrid next to it is an example of {a}:{b}.")
     attending = Fraction(c.n_layers * b, a + b)
     whole = sum(bool(layer.cache) for layer in made[f"{a}:{b} hybrid"].layers)
     if whole != attending:

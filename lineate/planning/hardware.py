@@ -1,4 +1,4 @@
-"""Times that no program can beat: operations over the rate of matrix products, bytes over the rates at which they come.
+"""Lower bounds of times: operations over the rate of matrix products, bytes over the rates at which they arrive.
 
 Bytes come from the memory, at its bandwidth, and from other ranks, at the rate of the link between them.
 """
@@ -14,12 +14,12 @@ from lineate.planning.memory import MemoryPlan, plan_memory
 from lineate.planning.models import WHOLE, Model, Split, check_size
 
 NOTHING = Received()
-"""What is received without other ranks."""
+"""The received bytes of a single rank: none."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a machine can do at most, by its vendor's figures for dense products."""
+    """The peak rates of a machine, from its vendor's figures for dense products."""
 
     name: str
     """Its name in tables."""
@@ -30,9 +30,9 @@ class Hardware:
     matrix_rate: dict[str, float] = field(hash=False)
     """Operations a second by dtype: float32 (tf32 where there is one), bfloat16, float16, float8, int8."""
     cache_bytes: int = 0
-    """Bytes of cache on the chip; so much may stay there between steps and is not counted as moved."""
+    """Bytes of cache on the chip; this amount may stay there between steps and is not counted as moved."""
     notes: str = ""
-    """What its numbers depend on, such as the kind of memory and the power."""
+    """Conditions of its numbers, such as the kind of memory and the power."""
     link: float = math.inf
     """Bytes a second that it receives from others of its node; inf: communication takes no time."""
     network: float = math.inf
@@ -51,10 +51,10 @@ class Hardware:
         return self.matrix_rate[name]
 
     def link_rate(self, ranks: int, stride: int = 1) -> float:
-        """Return the bytes a second that one of so many ranks receives from the others.
+        """Return the bytes per second that one of `ranks` ranks receives from the others.
 
-        Ranks fill one node after another, and every stride-th is of this group. Between nodes, what the group's ranks
-        of a node all need comes over all their networks, each byte once, and is passed on inside the node.
+        Ranks fill one node after another, and every stride-th is of this group. Data that all ranks of the group in a
+        node need is received over all their network links, each byte once, and distributed inside the node.
         """
         if ranks * stride <= self.node:
             return self.link
@@ -183,7 +183,7 @@ def bound(
     what: str, flops: int, nbytes: int, hardware: Hardware, dtype: torch.dtype, received: Received = NOTHING,
     split: Split = WHOLE,
 ) -> Bound:  # fmt: skip
-    """Return the largest of the times; what fits into the chip's cache may be there already."""
+    """Return the largest of the times; data that fits into the chip's cache is not counted as moved."""
     moved = max(0, nbytes - hardware.cache_bytes)
     moving, computing = moved / hardware.bandwidth, flops / hardware.rate(dtype)
     linking = link_seconds(received, split, hardware)
@@ -199,7 +199,7 @@ def bound(
 def link_seconds(received: Received, split: Split, hardware: Hardware) -> float:
     """Return the seconds of the bytes that a rank receives, at the rates of its links.
 
-    Tensor ranks are neighbours, then context ranks; so tensor ranks share a node first.
+    Tensor ranks are neighbours, then context ranks; so tensor ranks are in the same node first.
     """
     divided = (received.sums + received.logits + received.shared) / hardware.link_rate(split.tensor)
     crossing = received.context / hardware.link_rate(split.context, split.tensor)
@@ -212,9 +212,9 @@ def time_bounds(
     """Return lower bounds of the times of a prefill, of decoding one token, and of a training step.
 
     There are `batch` sequences of `tokens` tokens. A bound is the least operations at the peak rate, or the least bytes
-    at the peak bandwidth, whichever takes longer; a real program needs both, and launches. All tokens of a
-    batch are taken to go to the same experts; "decode, experts at random" is what to expect if each chooses at random.
-    Training has bfloat16 products where the machine has them, and weights and optimiser in float32.
+    at the peak bandwidth, whichever takes longer; a real program needs both, and launches. All tokens of a batch are
+    assumed to use the same experts; "decode, experts at random" is the expectation if each chooses at random. Training
+    has bfloat16 products where the machine has them, and weights and optimiser in float32.
 
     If the model is that of a rank (split_model), the bytes that it receives, at the rate of its link, may take longest.
     Context ranks share the tokens of a prefill and of a training step; of a prefill, the last rank keeps all state.
@@ -242,7 +242,7 @@ def time_bounds(
 
 
 def prefill_bound(memory: MemoryPlan, hardware: Hardware, batch: int, tokens: int) -> Bound:
-    """Return a lower bound of reading batch sequences of so many tokens."""
+    """Return a lower bound of reading `batch` sequences of `tokens` tokens."""
     model, split = memory.model, memory.model.split
     flops = -(-batch * plan_flops(model).forward(tokens, 1, "least") // split.context)
     moved = prefill_bytes(memory, batch, tokens).total
@@ -251,7 +251,7 @@ def prefill_bound(memory: MemoryPlan, hardware: Hardware, batch: int, tokens: in
 
 
 def decode_bound(memory: MemoryPlan, hardware: Hardware, batch: int, tokens: int, routing: str = "least") -> Bound:
-    """Return a lower bound of a decoding step: one token in each of batch sequences, after so many.
+    """Return a lower bound of a decoding step: one token in each of `batch` sequences, after `tokens` others.
 
     `routing` is that of decode_bytes.
     """
@@ -268,7 +268,7 @@ def tokens_per_second(
     """Return the most tokens a second that decoding can give: the batch over the least time of its step.
 
     Args:
-        plan: The memory of the model; that of a rank's if ranks share it. Every replica gives so many.
+        plan: The memory of the model; that of a rank if ranks share it. The result is per replica.
         hardware: The machine.
         batch: Sequences at a time; largest_batch says how many fit.
         tokens: Tokens of each sequence before the decoded one.
@@ -283,13 +283,13 @@ def training_bound(
     memory: MemoryPlan, hardware: Hardware, tokens_per_step: int, length: int, optimizer: str = "adamw",
     precision: str = "bfloat16", recompute: bool = False,
 ) -> Bound:  # fmt: skip
-    """Return a lower bound of a training step on so many tokens of each rank, in sequences of this length.
+    """Return a lower bound of a training step on `tokens` tokens of each rank, in sequences of this length.
 
     `precision` is that of the products.
     """
     trained = round(tokens_per_step * plan_flops(memory.model).training(length, recompute, "least"))
     half = precision == "bfloat16" and bool(hardware.matrix_rate.keys() & {"bfloat16", "float16"})
-    # Each parameter, and what the optimiser keeps of it, is read and written once; products read the weights once more.
+    # Each parameter, and its optimiser state, is read and written once; products read the weights once more.
     kept = 1 + {"adamw": 2, "muon": 1}[optimizer]
     plain = memory if memory.model.weights is None else plan_memory(replace(memory.model, weights=None, kept=()))
     read = touched_weights(plain, tokens_per_step) // plain.model.dtype.itemsize * 2

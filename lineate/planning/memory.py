@@ -1,4 +1,4 @@
-"""Bytes of a model: weights, and what it remembers of each sequence, as they are really allocated.
+"""The allocated bytes of a model: weights, and the state of each sequence.
 
 Nothing is estimated: the model is made without memory for its tensors (on torch's meta device), and its own parameters
 and state_spec are added up.
@@ -50,7 +50,7 @@ class LayerMemory:
     """"keys and values", "latent", or "" where nothing grows."""
 
     def state(self, tokens: int) -> int:
-        """Return the bytes of one sequence after so many tokens."""
+        """Return the bytes of one sequence after `tokens` tokens."""
         return self.memory + self.conv + tokens * self.cache_per_token
 
 
@@ -98,7 +98,7 @@ class MemoryPlan:
         return sum(layer.cache_per_token for layer in self.layers)
 
     def cache(self, batch: int, tokens: int, kind: str | None = None) -> int:
-        """Return the bytes of so many sequences of so many tokens; kind: count only layers with this kind of cache."""
+        """Return the bytes of `batch` sequences of `tokens` tokens; kind: count only layers with this kind of cache."""
         check_size("batch", batch, 0)
         check_size("tokens", tokens, 0)
         return batch * tokens * sum(x.cache_per_token for x in self.layers if kind in (None, x.cache))
@@ -119,7 +119,7 @@ def empty_of(config: HybridConfig, dtype: torch.dtype = torch.float32) -> Hybrid
 
 @lru_cache(8)
 def _empty(config: HybridConfig, kinds: tuple[MixerKind, ...], dtype: torch.dtype) -> HybridLM:
-    """kinds: the rows of its mixers, of which a user's own may be registered anew."""
+    """kinds: the rows of its mixers, of which a user's own may be registered again."""
     return empty_model(config).to(dtype)
 
 
@@ -134,8 +134,8 @@ def plan_memory(
 
     Args:
         model: The model to plan.
-        state_dtype: Dtype of the recurrent state, which layers compute in float32 whatever the model's dtype is; of
-            "bfloat16" the memories that `lineate serve --state-dtype bfloat16` keeps so, and float32 for the others.
+        state_dtype: Dtype of the recurrent state, which layers compute in float32 whatever the model's dtype is;
+            "bfloat16" applies to the memories that `lineate serve --state-dtype bfloat16` keeps so; others are float32.
         conv_dtype: Dtype of the convolution state; None is the model's.
         cache_dtype: Dtype of the cache; None is the model's.
     """
@@ -218,13 +218,13 @@ class TrainingMemory:
     gradients: int
     """Gradients, in float32."""
     optimizer: int
-    """What the optimiser keeps of each parameter, in float32."""
+    """The optimiser state of each parameter, in float32."""
     casts: int
     """Copies of the weights in bfloat16 that autocast keeps until the backward; with recomputation, until it ends."""
     activations: int
     """The tensors of the blocks that autograd saves for the backward."""
     activations_recomputed: int
-    """The same if every block keeps only its input and is computed again: inputs, and one whole block."""
+    """The same if every block keeps only its input and is recomputed: inputs, and one whole block."""
     logits: int
     """Logits, their log-probabilities and gradients, at most 2^26 at a time (models/loss.py)."""
     by_layer: tuple[int, ...]
@@ -238,7 +238,7 @@ class TrainingMemory:
 def plan_training(
     model: Model, tokens_per_step: int, dtype: str = "bfloat16", optimizer: str = "adamw"
 ) -> TrainingMemory:
-    """Return the bytes of a step on so many tokens (batch times length).
+    """Return the bytes of a step on `tokens_per_step` tokens (batch times length).
 
     Parameters, gradients and optimiser are float32, as `lineate train` has them. Activations are counted in
     planning/activations.py: the tensors that autograd saves, each storage once.
@@ -280,7 +280,7 @@ def plan_training(
 
 
 def _logits(config: HybridConfig, tokens: int, shared: bool) -> int:
-    """Return the bytes of logits and what is made of them; ranks that share a head always make them in pieces."""
+    """Return the bytes of logits and of tensors derived from them; ranks that share a head compute them in pieces."""
     vocab, hidden = config.vocab_size, config.hidden_size
     if not shared:
         return most_bytes(tokens, vocab, hidden)

@@ -52,7 +52,7 @@ PLAIN_FAMILIES: dict[str, str | None] = {
 
 @dataclass(frozen=True)
 class Split:
-    """How many ranks share a model; split_model makes the model of one of them."""
+    """The numbers of ranks that share a model; split_model makes the model of one of them."""
 
     tensor: int = 1
     """Ranks that divide heads, channels and vocabulary among them."""
@@ -86,7 +86,7 @@ class Model:
     weights: str | None = None
     """The format of large weights, of lineate.quantised.FORMATS; None: they have the dtype too."""
     kept: tuple[tuple[str, str], ...] = ()
-    """Names and formats of the weights that a GGUF file keeps quantised; `weights` is then that of most of them."""
+    """Names and formats of the quantised weights of a GGUF file; `weights` is then that of most of them."""
     split: Split = WHOLE
     """How ranks share it; the sizes are then those of one rank."""
     whole: HybridConfig | None = None
@@ -99,7 +99,7 @@ class Model:
 
     @property
     def formats(self) -> Formats:
-        """The format of large weights, or that of each one if a GGUF file says so."""
+        """The format of large weights, or that of each one for a GGUF file."""
         return {name: FORMATS[form] for name, form in self.kept} if self.kept else self.form
 
     @property
@@ -132,11 +132,12 @@ def read_model(
 
     Args:
         source: A preset's name; a checkpoint's folder or a GGUF file (only headers are read); a folder with config.json
-            alone; a config.json of ours, of a family of lineate.models.families or of a model with plain softmax
+            alone; a config.json of lineate, of a family of lineate.models.families or of a model with plain softmax
             attention; a name on the hub (its config alone is fetched); or a HybridConfig.
         dtype: Dtype of the weights. None: as stored, else as config.json says; bfloat16 for published presets, float32
             for sizes to train. A quantised model needs one; it is planned as if all its weights were in it.
-        pattern: Other mixers for its layers, at its sizes; a part that they need and it has not is derived (variants).
+        pattern: Other mixers for its layers, at its sizes; a part that they need and the model lacks is derived
+            (variants).
             None keeps its own.
         weights: The format of large weights, "bfloat16", "float16", "int8", "int4" or "fp8". None: as stored. If there
             is one, a dtype of None is float32, as on a CPU.
@@ -206,7 +207,7 @@ def _read_gguf(path: Path, checkpoint: Checkpoint, chosen: torch.dtype | None) -
 
 
 def _weights(values: dict[str, Any]) -> str | None:
-    """Return the format of large weights that a config.json of ours, which was checked, names."""
+    """Return the format of large weights that a checked config.json of lineate names."""
     form = written_format(values) if values.get("model_type") == OWN else None
     return None if form is None else form.name
 
@@ -224,7 +225,7 @@ def from_numbers(
     conv_size: int = 4,
     tie_embeddings: bool = False,
 ) -> Model:
-    """Make a model of the few numbers that estimators ask for.
+    """Make a model from the few numbers that estimators take.
 
     Linear layers have n_heads heads of head_dim channels for keys and for values; a latent (M) has emb_dim / 4
     channels, at least 64, and head_dim / 2 more that carry positions.
@@ -292,7 +293,7 @@ def variants(model: Model) -> dict[str, Model]:
 
 
 def mixed_ratio(config: HybridConfig) -> tuple[int, int]:
-    """Return how many linear layers come to how many of softmax attention as the pattern repeats, in lowest terms.
+    """Return the ratio of linear layers to softmax attention in the pattern, in lowest terms.
 
     It is (3, 1) if there is only one kind, or if a pattern that names every layer (Kimi Linear's) has no ratio n : 1.
     """
@@ -307,7 +308,7 @@ def mixed_ratio(config: HybridConfig) -> tuple[int, int]:
 
 
 def _with_pattern(model: Model, pattern: str | None) -> Model:
-    """Return the model with other mixers, which its name then says."""
+    """Return the model with other mixers, and a name that shows it."""
     if pattern is None:
         return model
     config = replace(_complete(model.config), pattern=pattern)
@@ -349,7 +350,7 @@ def _heads(config: HybridConfig) -> tuple[int, int]:
 
 
 def _usual(config: HybridConfig) -> torch.dtype:
-    """Return bfloat16 for published models, float32 for ours."""
+    """Return bfloat16 for published models, float32 for lineate's presets to train."""
     return torch.float32 if config.family == OWN else torch.bfloat16
 
 

@@ -21,7 +21,7 @@ FIGURE_ENDINGS = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """What `lineate plan` is asked for: a field is an option of the command line."""
+    """The options of `lineate plan`: a field is an option of the command line."""
 
     source: str | None = argument(
         "A preset, a checkpoint's or a run's folder, a config.json, or a hub name.", "MODEL", None
@@ -42,12 +42,12 @@ class PlanArguments:
     context: str | None = option(
         None, f"Tokens of a sequence, with commas; 32k is 32768; {DEFAULT_CONTEXTS}.", "--context", "--context-length"
     )
-    min_ctx: str | None = option(None, f"Or from so many tokens on, every power of two; {DEFAULT_RANGE[0]}.")
-    max_ctx: str | None = option(None, f"To so many tokens; {DEFAULT_RANGE[1]}.")
+    min_ctx: str | None = option(None, f"Or every power of two from this many tokens; {DEFAULT_RANGE[0]}.")
+    max_ctx: str | None = option(None, f"To this many tokens; {DEFAULT_RANGE[1]}.")
     batch: str = option("1", "Sequences at a time; several with commas.", "--batch", "--batch-size")
     memory: str | None = option(None, "What must fit into: 80GB, 79.6GiB.")
     hardware: str | None = option(None, "h100, h200, b200, a100, rtx4090, rtx5090, cpu; all of them if none.")
-    devices: int = option(1, "So many of them, the model spread evenly.")
+    devices: int = option(1, "Number of machines, the model spread evenly.")
     tensor: int = option(1, "Ranks that divide heads and channels: all numbers are then those of one rank.")
     context_ranks: int = option(1, "Ranks that divide each sequence, in a prefill and in training.")
     replicas: int = option(1, "Copies of all this, each with sequences of its own.")
@@ -67,7 +67,7 @@ class PlanArguments:
     plot: Path | None = option(None, "A figure: .png, .svg or .pdf.", metavar="FILE")  # noqa: RUF009  # it is a field
     panels: str | None = option(None, "Of the figure, with commas: memory, batch, flops, decode, prefill.")
     axes: str | None = option(
-        None, "Of the figure: log, or linear, as it is with --min-ctx or --max-ctx; or x,y: linear,log."
+        None, "Of the figure: log, or linear, the default with --min-ctx or --max-ctx; or x,y: linear,log."
     )
 
     @property
@@ -90,7 +90,7 @@ class PlanArguments:
         return {"--tensor": self.tensor, "--context-ranks": self.context_ranks, "--replicas": self.replicas}
 
     def check_teaching(self) -> None:
-        """Refuse what has no meaning for the teaching formulas."""
+        """Refuse options that have no meaning for the teaching formulas."""
         unused = {
             "--memory": self.memory, "--hardware": self.hardware, "--bandwidth": self.bandwidth, "--flops": self.flops,
             "--devices": self.devices if self.devices != 1 else None,
@@ -101,7 +101,7 @@ class PlanArguments:
             raise ValueError(f"{given[0]} has no meaning with --teaching; leave it out")
 
     def check_fits(self) -> None:
-        """Refuse what has no meaning for the table of what fits where."""
+        """Refuse options that have no meaning for the table of --fits."""
         unused = {
             "--devices": self.devices if self.devices != 1 else None, "--bits": self.bits, "--plot": self.plot,
             "--panels": self.panels, "--layers": self.layers or None, "--recompute": self.recompute or None,
@@ -205,7 +205,7 @@ def choose_machines(
 
 
 def check_files(json_file: str | None, csv_file: str | None, plot: Path | None) -> None:
-    """Prove that the files can be written, before anything is computed."""
+    """Check that the files can be written, before anything is computed."""
     from lineate.system.folders import why_not_writable_file
 
     if json_file == csv_file == "-":

@@ -22,11 +22,11 @@ DPI = 150
 METADATA: dict[str, dict[str, None]] = {
     ".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}
 }  # fmt: skip
-"""What is left out of files, so that the same numbers give the same bytes."""
+"""Metadata to omit from files, so that the same numbers give the same bytes."""
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Write the figure as the file's ending says, then forget it."""
+    """Write the figure in the format of the file's ending, then close it."""
     from matplotlib import pyplot as plt
 
     figure.savefig(path, dpi=DPI, metadata=METADATA[path.suffix.lower()])
@@ -147,7 +147,7 @@ _UNITS: dict[str, tuple[Callable[[float], str], int]] = {
     "memory": (show_bytes, 1024), "batch": (lambda count: f"{count:,.0f}", 1000), "flops": (show_flops, 1000),
     "decode": (show_seconds, 1000), "prefill": (show_seconds, 1000),
 }  # fmt: skip
-"""How a panel's numbers are written, and the factor between their units."""
+"""The format of a panel's numbers, and the factor between their units."""
 
 
 def _times(axes: "Axes", report: PlanNumbers, what: str, title: str) -> None:
@@ -177,7 +177,7 @@ def _look(name: str, letters: str) -> dict[str, Any]:
 
 
 def _named(numbers: Mapping[str, Any], name: str) -> str:
-    """Return the key of a mix, which may say that it is this model."""
+    """Return the key of a mix, marked if it is this model."""
     return next(key for key in numbers if key.startswith(name))
 
 

@@ -26,7 +26,7 @@ MOST_RATE, RANDOM_RATE = "most_tokens_per_second", "most_tokens_per_second_exper
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What was asked for."""
+    """The request."""
 
     model: Model
     contexts: tuple[int, ...]
@@ -47,7 +47,7 @@ class PlanRequest:
     precision: str = "bfloat16"
     recompute: bool = False
     split: Split = WHOLE
-    """How ranks share the model; all numbers are then those of one rank."""
+    """The ranks that share the model; all numbers are then those of one rank."""
 
     @property
     def rank(self) -> Model:
@@ -95,7 +95,7 @@ def make_report(request: PlanRequest) -> PlanNumbers:
 
 
 def make_teaching_report(request: PlanRequest) -> PlanNumbers:
-    """Return the simplified formulas beside the exact bytes of the same three models."""
+    """Return the simplified formulas next to the exact bytes of the same three models."""
     plans = {name: request.plan(model) for name, model in taught_variants(request.model).items()}
     taught = [teaching_of(request.model, tokens, request.batch) for tokens in request.contexts]
     return {
@@ -133,7 +133,7 @@ def middle(report: PlanNumbers) -> int:
 
 
 def model_numbers(plan: MemoryPlan) -> PlanNumbers:
-    """Return what a model is."""
+    """Return the description of a model."""
     model, c = plan.model, plan.model.config
     return {
         "name": model.name, "origin": model.origin, "family": c.family, "dtype": model.dtype_name,
@@ -258,7 +258,7 @@ def _fits(request: PlanRequest, plan: MemoryPlan) -> list[PlanNumbers]:
 
 
 def _fit(request: PlanRequest, plan: MemoryPlan, machine: Hardware | None, room: int) -> PlanNumbers:
-    """Return what fits into so many bytes, and how fast it decodes at most; None where nothing fits or runs."""
+    """Return what fits into the given bytes, and upper bounds of its decoding rate; None where nothing fits or runs."""
     batches = [largest_batch(plan, room, tokens) for tokens in request.contexts]
     rates = {
         key: [
@@ -319,7 +319,7 @@ def _training(request: PlanRequest, memory: MemoryPlan) -> PlanNumbers | None:
 
 
 def csv_text(report: PlanNumbers) -> str:
-    """Return one line a number: its table, whose it is, at which length (if that matters), its name and unit."""
+    """Return one line per number: table, owner, length (if relevant), name and unit."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["table", "of", "tokens", "quantity", "value"])

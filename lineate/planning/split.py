@@ -1,8 +1,8 @@
-"""How ranks share a model, and the model of one of them.
+"""The division of a model among ranks, and the model of one of them.
 
-tensor      heads, channels and vocabulary are divided over so many ranks, which all see the same tokens
-context     a sequence is divided over so many ranks (training, and reading a prompt)
-replicas    so many copies of all that, each with sequences of its own
+tensor      heads, channels and vocabulary are divided over these ranks, which all see the same tokens
+context     a sequence is divided over these ranks (training, and reading a prompt)
+replicas    copies of both, each with sequences of its own
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from lineate.planning.memory import empty_of
 from lineate.planning.models import WHOLE, Model, Split, check_size
 
 MOST_RANKS = 2**20
-"""The most ranks of a kind; a larger number is taken for a typo."""
+"""The most ranks of a kind; a larger number is treated as a typo."""
 TRIED_SIZES = 256
 """The message about a size that does not divide names those up to this one that do."""
 
@@ -57,7 +57,7 @@ def _rank_config(config: HybridConfig, tensor: int) -> HybridConfig:
 
 
 def _check_context(config: HybridConfig, context: int) -> None:
-    """Raise if a mixer cannot hand its memory from rank to rank."""
+    """Raise if a mixer cannot pass its memory from rank to rank."""
     try:
         check_splits(*(block.mixer for block in empty_of(config).layers))
     except ValueError as error:

@@ -133,7 +133,7 @@ def weights_line(w: PlanNumbers) -> str:
 
 
 def ranks_line(r: PlanNumbers) -> str:
-    """Return how ranks share the model."""
+    """Return a description of the ranks that share the model."""
     kinds = {"tensor": "tensor ranks", "context": "context ranks", "replicas": "replicas"}
     how = " x ".join(f"{r[key]:,} {word}" for key, word in kinds.items() if r[key] > 1)
     whole = f"{show_count(r['whole_parameters'])} parameters, {show_bytes(r['whole_weights_bytes'])}"
@@ -144,7 +144,7 @@ def ranks_line(r: PlanNumbers) -> str:
 
 
 def received_rows(report: PlanNumbers) -> tuple[list[str], Rows]:
-    """Return what a rank receives for a decoded token, a prefill and a training step, by what it is for."""
+    """Return the bytes that a rank receives for a decoded token, a prefill and a training step, by purpose."""
     r, training = report["ranks"], report["training"] or {}
     lengths = report["contexts_tokens"]
     found = {"decode a token": r["decode_received"]}
@@ -169,7 +169,7 @@ def received_rows(report: PlanNumbers) -> tuple[list[str], Rows]:
 
 
 def state_line(s: PlanNumbers) -> str:
-    """Return what is kept of one sequence."""
+    """Return a description of the state of one sequence."""
     recurrent, conv = (show_bytes(s[f"{key}_bytes"]) for key in ("recurrent", "convolution"))
     fixed = show_bytes(s["recurrent_bytes"] + s["convolution_bytes"])
     cache = f"{show_bytes(s['cache_bytes_per_token'])} of cache per token ({s['cache_dtype']})"
@@ -258,7 +258,7 @@ def rate_table(report: PlanNumbers) -> tuple[str, list[str], Rows]:
 
 
 def rate_note(report: PlanNumbers) -> str:
-    """Say what the rates are, and what they are if sequences choose their experts at random."""
+    """Describe the rates, and those with experts chosen at random."""
     text = "Tokens a second: the largest batch over the least time of its decoding step."
     at = report["contexts_tokens"].index(middle(report))
     shown = [x for x in report["fits"] if x["of"] == report["own"] and x[MOST_RATE][at] is not None]

@@ -1,11 +1,11 @@
-"""Sizes as people write and read them: 80GB, 22.5 MiB, 128k tokens, 989 TFLOP/s."""
+"""Readable sizes: 80GB, 22.5 MiB, 128k tokens, 989 TFLOP/s."""
 
 import re
 
 DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 BINARY = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 MOST_COUNTED = 2**40
-"""The most tokens or sequences that are accepted; a larger number is taken for a typo."""
+"""The most tokens or sequences that are accepted; a larger number is treated as a typo."""
 
 
 def read_bytes(text: str, flag: str) -> int:

@@ -1,4 +1,4 @@
-"""What fits where: one model on one to eight devices that divide it among them, in 16, 8 and 4 bits."""
+"""The table of --fits: one model on one to eight devices that divide it, in 16, 8 and 4 bits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 DEVICES = (1, 2, 4, 8)
 """How many of a machine are tried."""
 FORMATS = (None, "int8", "int4")
-"""The formats of large weights that are tried; None: they stay as they are."""
+"""The formats of large weights that are tried; None: as stored."""
 LIMITS = {"memory bandwidth": "memory", "matrix rate": "products", "link": "link"}
-"""Short words for what limits a step."""
+"""Short names of the limits of a step."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ PLACES = (
 
 
 def make_fits_report(request: PlanRequest, places: tuple[Place, ...] = PLACES) -> PlanNumbers:
-    """Return what fits on each of the places, in each format.
+    """Return the results of each place in each format.
 
     Args:
         request: The model, the lengths and the number of sequences; its machines and its split do not count.
-        places: Where it might go.
+        places: The groups of devices.
     """
     return {
         "model": model_numbers(request.plan(request.model)),
@@ -142,7 +142,7 @@ def _most(at: int) -> Callable[[PlanNumbers], str]:
 
 
 def _step(at: int) -> Callable[[PlanNumbers], str]:
-    """Return how the least time of a step at one of the lengths is shown, with what limits it."""
+    """Return the text of the least time of a step at one of the lengths, with its limit."""
 
     def show(x: PlanNumbers) -> str:
         if not x["weights_fit"]:

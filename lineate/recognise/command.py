@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CheckArguments:
-    """What `lineate check` is asked for: a field is an option of the command line."""
+    """The options of `lineate check`: a field is an option of the command line."""
 
     expression: str = argument('The update, such as "S = a * S; S = S + b * outer(k, v - S.T @ k)".', "EXPRESSION")
     per_key: str = option("", "Gates, with commas between, that have one number per key channel.", metavar="NAMES")
@@ -37,7 +37,7 @@ def add_commands(app: "typer.Typer") -> None:
 
 
 def run_check(asked: CheckArguments) -> None:
-    """Print what the expression is and end the program with its exit status."""
+    """Print the result for the expression and end the program with its exit status."""
     import typer
 
     from lineate.console.terminal import console, fail, printable

@@ -1,4 +1,4 @@
-"""`check(text)`: which row of lineate's table an update rule is, or what it is instead."""
+"""`check(text)`: find the row of lineate's table that an update rule is, or a related rule."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,17 +24,17 @@ DRAWS, MOST_TRIED, LONG = 3, 6, 100
 
 @dataclass(frozen=True)
 class OtherReading:
-    """What the rule is if a gate is a vector."""
+    """The result if a gate is a vector."""
 
     gate: str
     per: str
-    """"key" or "value": what it has one per channel of."""
+    """"key" or "value": the channels that it has one number for."""
     match: Match
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What `lineate check` found."""
+    """The result of `lineate check`."""
 
     program: Program
     match: Match | None
@@ -42,9 +42,9 @@ class Finding:
     reading: Reading | None
     """None if nothing had to be evaluated."""
     roles: dict[str, str]
-    """What each name of the expression is."""
+    """The role of each name of the expression."""
     distances: tuple[Distance, ...] = ()
-    """From Gated DeltaNet and Kimi Delta Attention, unless it is one of them."""
+    """The distances from Gated DeltaNet and Kimi Delta Attention, unless it is one of them."""
     remedy: str | None = None
     """A row in the names and the layout of the expression."""
     remedy_name: str | None = None
@@ -103,7 +103,7 @@ def check(text: str, per_key: Sequence[str] = (), per_value: Sequence[str] = ())
 
 
 def _vector_gates(program: Program, per_key: Sequence[str], per_value: Sequence[str]) -> dict[str, str]:
-    """Return the gates that must be vectors, with what they have one number per channel of."""
+    """Return the gates that must be vectors, with the channels that they have one number for."""
     for name in (*per_key, *per_value):
         if program.free.get(name) != "gate":
             gates = ", ".join(program.names("gate")) or "none"
@@ -212,7 +212,7 @@ def _distances(
 
 
 def _others(program: Program, reading: Reading) -> list[OtherReading]:
-    """Return what the rule is if one gate more is a vector, where that has a meaning."""
+    """Return the results if one more gate is a vector, where that has a meaning."""
     fixed = {name: kind for name, kind in reading.gates if kind != "number"}
     found = []
     for gates in gate_shapes([name for name, _ in reading.gates], fixed):
@@ -286,7 +286,7 @@ def _gate_roles(program: Program, reading: Reading, signs: frozenset[str]) -> tu
 
 
 def _roles(program: Program, decays: set[str] | None = None, writes: set[str] | None = None) -> dict[str, str]:
-    """Return what each name is; a gate whose part could not be measured is what its name says."""
+    """Return the role of each name; for a gate whose role could not be measured, the usual role of its name."""
     words = {"state": "memory", "second state": "second state", "key": "key", "value": "value", "query": "query"}
     found = {}
     order = [*words, "gate"]

@@ -1,4 +1,4 @@
-"""How far a rule is from Gated DeltaNet and Kimi Delta Attention, after one token and after a hundred."""
+"""The distances of a rule from Gated DeltaNet and Kimi Delta Attention, after one token and after a hundred."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class Distance:
 def distances(
     update: Callable[[Token, Tensor], Tensor], tokens: Sequence[Token], match: Match | None, seed: torch.Generator
 ) -> tuple[Distance, ...]:
-    """Return the distances from both rows; they get the rule's keys, values and gates, as far as it has them.
+    """Return the distances from both rows; they get those keys, values and gates that the rule has.
 
     `update` is (token, S) -> the new memory.
     """

@@ -12,7 +12,7 @@ from lineate.recognise.functions import FUNCTIONS, Misfit
 from lineate.recognise.symbols import DECAYS, part_of
 
 KEY_DIM, VALUE_DIM, SQUARE_DIM = 5, 3, 4
-"""Sizes of the trial: different, so that shapes tell the layouts apart; equal if the expression needs that."""
+"""Sizes of the trial: different, so that shapes distinguish the layouts; equal if the expression needs that."""
 MOST_VECTOR_GATES = 2
 LAYOUTS, FORMS = ("key x value", "value x key"), ("flat", "column", "row")
 
@@ -30,7 +30,7 @@ class Reading:
     identity: str = "key"
     """Whether I is key x key or value x value."""
     gates: tuple[tuple[str, str], ...] = ()
-    """For each gate "number", "key" or "value": what it has one of, or one per channel of."""
+    """For each gate "number", "key" or "value": one number, or one per key or value channel."""
 
     @property
     def key_dim(self) -> int:
@@ -151,7 +151,7 @@ def readings(program: Program, shapes: Mapping[str, str], square: bool) -> list[
 
 
 def gate_shapes(gates: list[str], shapes: Mapping[str, str]) -> list[tuple[tuple[str, str], ...]]:
-    """Return the shapes that gates may have together: at most two are vectors, beside those that `shapes` fixes."""
+    """Return the shapes that gates may have together: at most two are vectors, besides those that `shapes` fixes."""
     open_gates = [x for x in gates if x not in shapes]
     found = []
     for count in range(min(MOST_VECTOR_GATES, len(open_gates)) + 1):

@@ -1,7 +1,8 @@
-"""Reads an update rule: Python's grammar, of which a short list of forms is allowed, becomes a small tree of our own.
+"""Reads an update rule: Python's grammar, of which a short list of forms is allowed, is converted to a small tree.
 
-Nothing is ever run as Python. `ast.parse` gives the grammar alone; every node that is not on the list is refused, with
-what is allowed. The tree has three kinds of nodes: numbers, names, and functions of `functions.py` applied to nodes.
+Nothing is ever run as Python. `ast.parse` only parses; every node that is not on the list is refused, and the message
+lists the allowed forms. The tree has three kinds of nodes: numbers, names, and functions of `functions.py` applied to
+nodes.
 """
 
 import ast
@@ -25,7 +26,7 @@ EINSUM = re.compile(r"[a-z]{1,2}(,[a-z]{1,2}){0,2}->[a-z]{0,2}")
 
 @dataclass(frozen=True)
 class Number:
-    """A number that stands in the expression."""
+    """A number in the expression."""
 
     value: float
 
@@ -59,7 +60,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Program:
-    """An update rule as it was read."""
+    """A parsed update rule."""
 
     text: str
     """The expression in ASCII."""
@@ -70,7 +71,7 @@ class Program:
     """Gates that occur in the argument of exp alone: they may be negative."""
 
     def names(self, kind: str) -> list[str]:
-        """Return the free names that play a part, in order of appearance."""
+        """Return the free names that have a role, in order of appearance."""
         return [name for name, part in self.free.items() if part == kind]
 
     def uses(self, function: str) -> bool:
@@ -94,7 +95,7 @@ def read_expression(text: str) -> Program:
     _check_brackets(text)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the spelling of numbers, for authors of Python
+            warnings.simplefilter("ignore")  # warnings about the spelling of numbers
             tree = ast.parse(text)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         where = f" near {_near(text, error)!r}" if isinstance(error, SyntaxError) and error.offset else ""
@@ -123,7 +124,7 @@ def _near(text: str, error: SyntaxError) -> str:
 
 
 class _Reader:
-    """Turns Python's tree into ours and notes the names; one reader reads one text."""
+    """Converts Python's tree and records the names; one reader reads one text."""
 
     def __init__(self, text: str) -> None:
         self.text, self.nodes = text, 0
@@ -302,7 +303,7 @@ class _Reader:
         self.refuse(node, "x[:, None] or x[None, :]")
 
     def refuse(self, node: ast.AST, expected: str) -> NoReturn:
-        """Raise Refused with what stands there."""
+        """Raise Refused with the unexpected text."""
         raise Refused(f"expected {expected}, got {type(node).__name__} {self.source(node)!r}; {ALLOWED}")
 
     def source(self, node: ast.AST) -> str:

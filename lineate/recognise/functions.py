@@ -27,7 +27,7 @@ class Function:
     run: Run
     """(arguments, options) -> the value."""
     usage: str = ""
-    """How a call is written; empty if the function stands only for an operator or a subscript."""
+    """The notation of a call; empty if the function is only an operator or a subscript."""
     arguments: tuple[int, int] = (1, 1)
     """The least and the largest number of values."""
     options: int = 0

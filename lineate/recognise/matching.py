@@ -34,12 +34,12 @@ from lineate.recognise.rules import (
 )
 
 STRENGTHS = {accumulate: ("one", "number", "key", "value"), correct: ("one", "number")}
-"""What the strength of a row's write may depend on; a rule that accumulates has it folded into k and v."""
+"""Allowed shapes of the strength of a row's write; a rule that accumulates has it folded into k and v."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """What a rule was found to be."""
+    """The match of a rule."""
 
     row: Row | None
     relative: str | None
@@ -53,15 +53,15 @@ class Match:
     write: str | None = None
     """The strength of the write as a formula of the gates."""
     decay_shape: str = "one"
-    """What the decay depends on: "one", "number", "key", "value" or "both"."""
+    """The shape of the decay: "one", "number", "key", "value" or "both"."""
     write_shape: str = "one"
-    """What the strength of the write depends on, in the same words."""
+    """The shape of the strength of the write, in the same words."""
     corrects: bool = True
     """Whether the memory is compared with the value before it is written."""
 
     @property
     def meant_decay(self) -> str | None:
-        """Return the decay that was probably meant: g where a penalty without 1/2 leaves 2 g - 1."""
+        """Return the probably intended decay: g where a penalty without 1/2 leaves 2 g - 1."""
         if self.decay is None or self.relative != "penalty-without-half":
             return self.decay
         return self.decay.removeprefix("2 * ").removesuffix(" - 1").replace("1 - 2 * ", "1 - ")
@@ -97,12 +97,12 @@ class Measured:
 
     @cached_property
     def decay_shape(self) -> str:
-        """Return what the decay depends on."""
+        """Return the shape of the decay."""
         return pattern(self.decays)
 
     @cached_property
     def write_shape(self) -> str:
-        """Return what the strength of the write depends on."""
+        """Return the shape of the strength of the write."""
         return pattern(self.writes)
 
     @cached_property
@@ -111,7 +111,7 @@ class Measured:
         return all(x.max() < 0 for x in self.writes)
 
     def fits(self, update: Update) -> float:
-        """Return the largest difference of an update from what was measured."""
+        """Return the largest difference of an update from the measured responses."""
         pairs = zip(self.responses, self.found, strict=True)
         return max(difference(update(r.S, r.token.k, r.token.v, c.decay, c.write), r.new) for r, c in pairs)
 
@@ -130,7 +130,7 @@ class Measured:
 
 
 def find_match(responses: Sequence[Response]) -> Match | None:
-    """Return the row that the responses show, else the relative, else None; half of the keys must have length 1."""
+    """Return the row that matches the responses, else the relative, else None; half of the keys must have length 1."""
     scopes = {
         "any": responses,
         "normalised": [r.normalised() for r in responses],
@@ -186,7 +186,7 @@ def _from_op(row: Row, response: Response, c: Coefficients) -> float:
 
 
 def _without_half(x: Measured) -> bool:
-    """Whether the share that is left is 2 g - 1, or 1 - 2 lambda eta."""
+    """Whether the decay is 2 g - 1, or 1 - 2 lambda eta."""
     formula = x.decay or ""
     return formula.startswith("1 - 2 * ") or (formula.startswith("2 * ") and formula.endswith(" - 1"))
 
@@ -212,7 +212,7 @@ def _relative(x: Measured) -> Match | None:
 
 
 def _name(x: Measured, update: Update) -> str:
-    """Return the relative whose update is a row's, or the undecayed one, with gates that no row has."""
+    """Return the relative whose update is a row's, or the undecayed one, with gates of shapes that no row has."""
     if x.fits(oja_per_unit) < TOLERANCE:
         return "oja-per-unit"
     if _without_half(x):
@@ -255,7 +255,7 @@ def _strengths(x: Measured) -> float | None:
 
 
 def _other(responses: Sequence[Response]) -> Match | None:
-    """Return a relative that is no decay, erase along k and write: Oja's, a missing transpose, a normalisation."""
+    """Return a relative without decay, erase along k and write: Oja's, a missing transpose, a normalisation."""
     turned = measure([r.mirrored() for r in responses], "any")
     if turned is not None and turned.fits(correct) < TOLERANCE:
         return turned.match(None, "oja", correct)
@@ -272,7 +272,7 @@ def _other(responses: Sequence[Response]) -> Match | None:
 
 
 def _read_off(r: Response) -> Coefficients:
-    """Return decay and write of a square memory whose erase is in other places than a row's."""
+    """Return decay and write of a square memory whose erase has other entries than a row's."""
     K = len(r.token.k)
     diagonal = torch.einsum("xyxy->xy", r.transition)
     decay = torch.stack([diagonal[x, (x + 1) % K] for x in range(K)])  # where row and column differ

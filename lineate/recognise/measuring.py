@@ -1,4 +1,4 @@
-"""Measures what a rule does to the memory: its decay, its erase and its write, whatever the rule's text is.
+"""Measures the decay, the erase and the write of a rule, independently of its text.
 
 A rule that is linear in S is S_new[x, y] = sum over x', y' of T[x, y, x', y'] S[x', y'] + C[x, y] for one token. All
 rows of the table, and most rules that are nearly one of them, have
@@ -6,7 +6,7 @@ rows of the table, and most rules that are nearly one of them, have
     T[x, y, x', y] = decay[x, y] (x = x') - erase[y, x, x'] k_x k_x',  0 between value channels        erase of rank one
     C[x, y]        = write[x, y] k_x v_y
 
-so that three small arrays say all about them. The row of the equation with a and beta has decay = a,
+so that three small arrays describe them completely. The row of the equation with a and beta has decay = a,
 erase[y, x, x'] = beta a_x', write = beta.
 """
 
@@ -31,7 +31,7 @@ Formula = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Response:
-    """What one token does to the memory."""
+    """The effect of one token on the memory."""
 
     token: Token
     transition: Tensor
@@ -41,7 +41,7 @@ class Response:
     S: Tensor
     """A random memory [k, v]."""
     new: Tensor
-    """What the rule makes of it."""
+    """The new memory for it."""
 
     @property
     def linear(self) -> bool:
@@ -56,7 +56,7 @@ class Response:
         return Response(token, turned, self.offset.mT, self.S.mT, self.new.mT)
 
     def normalised(self) -> "Response":
-        """Return the same response beside a key of length 1."""
+        """Return the same response with a key of length 1."""
         return replace(self, token=replace(self.token, k=self.token.k / self.token.k.norm()))
 
 
@@ -78,7 +78,7 @@ def difference(x: Tensor, y: Tensor) -> float:
 
 
 def respond(rule: Rule, token: Token, seed: torch.Generator) -> Response:
-    """Return what a rule does with one token, from its values at 0, at every unit matrix and at a random memory."""
+    """Return the response of a rule to one token, from its values at 0, at every unit matrix and at a random memory."""
     K, V = len(token.k), len(token.v)
     nothing = torch.zeros(K, V, dtype=torch.float64)
     S = torch.randn(K, V, generator=seed, dtype=torch.float64)
@@ -133,7 +133,7 @@ def _completed(erase: Tensor) -> Tensor | None:
 
 
 def pattern(arrays: Sequence[Tensor]) -> str:
-    """Return what arrays [k, v] depend on: "one" (all are 1), "number", "key" or "value" channels, or "both"."""
+    """Return the shape of arrays [k, v]: "one" (all are 1), "number", "key" or "value" channels, or "both"."""
 
     def same(x: Tensor, y: Tensor) -> bool:
         return difference(x, y) < TOLERANCE or bool((x - y).abs().max() < TOLERANCE)

@@ -9,7 +9,7 @@ from lineate.recognise.symbols import DECAYS, RATES, part_of
 
 
 def mended(program: Program, reading: Reading, match: Match | None) -> tuple[str, str]:
-    """Return a row that does what the expression seems to want, as an expression, and the row's name."""
+    """Return the row that the expression probably intends, as an expression, and the row's name."""
     names = {kind: program.names(kind)[0] if program.names(kind) else kind[0] for kind in ("key", "value")}
     part = part_of(program.names("state")[0])
     S, k, v = part.base if part else "S", names["key"], names["value"]

@@ -1,4 +1,4 @@
-"""What `lineate check` prints: sentences and two tables, or JSON."""
+"""The output of `lineate check`: sentences and two tables, or JSON."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -67,7 +67,7 @@ def facts(finding: Finding) -> list[tuple[str, str]]:
 
 
 def call(finding: Finding, match: Match, row: Row) -> str:
-    """Return how lineate computes a rule, with the gates as the expression has them."""
+    """Return lineate's call for a rule, with the gates of the expression."""
     given = []
     if row.rule.decays != ("none",):
         formula = _formula(finding, match.decay)
@@ -99,7 +99,7 @@ def closing(finding: Finding) -> list[str]:
 
 
 def print_finding(finding: Finding, console: "Console") -> None:
-    """Print everything that was found."""
+    """Print the result."""
     from rich import box
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""The table: lineate's five rows, and rules that are nearly one of them, with what each does and how to mend it."""
+"""The table: lineate's five rows, and rules that are nearly one of them, with their effects and corrections."""
 
 import warnings
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, R
 
 @dataclass(frozen=True)
 class Row:
-    """A row of lineate's table, for people."""
+    """The description of a row of lineate's table."""
 
     rule: Rule
     name: str
@@ -94,17 +94,17 @@ def decay_after_erase(S: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> 
 
 
 def added_read(S: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add what is stored where it should be subtracted: a S + b k (v + (a S)^T k)^T."""
+    """Add the stored value instead of subtracting it: a S + b k (v + (a S)^T k)^T."""
     return a * S + b * torch.outer(k, v + read(a * S, k))
 
 
 def added_undecayed_read(S: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add what was stored before forgetting: a S + b k (v + S^T k)^T."""
+    """Add the value stored before forgetting: a S + b k (v + S^T k)^T."""
     return a * S + b * torch.outer(k, v + read(S, k))
 
 
 def read_by_columns(S: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Read S k in place of S^T k: a S + b k (v - a S k)^T; it needs as many keys' channels as values'."""
+    """Read S k in place of S^T k: a S + b k (v - a S k)^T; it needs equal numbers of key and value channels."""
     return a * S + b * torch.outer(k, v - (a * S) @ k)
 
 
@@ -120,11 +120,11 @@ def oja_per_unit(S: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tenso
 
 @dataclass(frozen=True)
 class Relative:
-    """A rule that is no row."""
+    """A rule that is not a row."""
 
     name: str
     what: str
-    """What it does, and how that differs from a row."""
+    """Its effect, and the difference from a row."""
     stable: str = "not known"
     change: str = ""
     """The first words of the remedy; a row in the user's names follows."""
@@ -272,7 +272,7 @@ RELATIVES = {
     ),
     "second-state": Relative(
         "a second state",
-        "It keeps another array beside S from token to token (momentum, a sum of keys, a covariance); the rows of the "
+        "It keeps another array besides S from token to token (momentum, a sum of keys, a covariance); the rows of the "
         "table keep S alone. lineate.memory has such rules: Titans has momentum, least_squares a covariance.",
         "depends on both states",
     ),

@@ -42,16 +42,16 @@ PAGE = Path(__file__).with_name("page")
 
 @dataclass(frozen=True)
 class Settings:
-    """How the server is reached."""
+    """Access settings of the server."""
 
     api_keys: tuple[str, ...] = ()
     """Keys of which a request needs one; without any, every request is served."""
     cors: tuple[str, ...] = ()
     """Origins whose pages may call the server."""
     hosts: frozenset[str] = frozenset()
-    """Names by which the server may be called; any if there are none."""
+    """Host names that requests may use; any if empty."""
     limits: Limits = field(default_factory=Limits)
-    """What requests may ask for."""
+    """The limits of requests."""
 
 
 def describe(
@@ -63,15 +63,15 @@ def describe(
     format: StateFormat = AS_COMPUTED,
     sampling: SamplingFlags | None = None,
 ) -> Description:
-    """Return what clients may know of a model.
+    """Return the public description of a model.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer.
         name: The name that requests use.
         context: The most tokens of a prompt and its continuation.
-        slots: The most choices that are generated together.
-        format: How the memories of running sequences are kept.
+        slots: The most concurrent choices.
+        format: The format of the memories of running sequences.
         sampling: The sampling options of requests that do not name them; None: the checkpoint's, else OpenAI's.
     """
     layers = []
@@ -124,12 +124,12 @@ def _plain(stats: Any) -> dict[str, Any]:
 
 
 def make_app(engine: Engine, tokenizer: Tokenizer, description: Description, settings: Settings) -> FastAPI:
-    """Return the application; `app.state.traffic` says what it is doing.
+    """Return the application; `app.state.traffic` has its current requests.
 
     Args:
         engine: Generates tokens; it must have been started.
         tokenizer: The model's tokenizer.
-        description: What clients may know of the model.
+        description: The public description of the model.
         settings: Keys, origins, limits.
     """
     metrics = Metrics(lambda: numbers_of(engine))
@@ -160,7 +160,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, description: Description, set
 
 
 def _add_page(app: FastAPI) -> None:
-    """Serve the files of the page; a mount at / would hide which routes exist with another method."""
+    """Serve the files of the page; a mount at / would prevent 405 answers of other routes."""
     files = PageFiles(PAGE)
 
     @app.api_route("/", methods=["GET", "HEAD"])

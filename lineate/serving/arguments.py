@@ -1,4 +1,4 @@
-"""The options of `lineate serve`, and what they mean before a model is loaded."""
+"""The options of `lineate serve`, and their checks before a model is loaded."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 KEYS = "LINEATE_API_KEY"
 BUILT_IN = "lineate-small"
-"""The name of the model that is served if none is given."""
+"""The default name of the served model."""
 LOOKUP, HEAD, NONE = "lookup", "head", "none"
 
 
@@ -45,7 +45,7 @@ class ServeArguments:
     queue: int = option(128, "Most requests that wait; more get status 429.", least=1, most=2**20)
     cache: str = option("1GB", "Memory for states of prompts that were read; 0: keep none.", metavar="SIZE")
     cache_folder: str | None = option(
-        None, "Where kept states go when memory is full or the server ends.", metavar="FOLDER"
+        None, "Folder for kept states when memory is full or the server ends.", metavar="FOLDER"
     )
     spacing: int | None = option(
         None, "Tokens of a piece of a prompt, a multiple of 64; 128 on a CPU, 1024 on a GPU.", least=64, most=2**20
@@ -95,7 +95,7 @@ class ServeArguments:
 
 
 def settings_of(asked: ServeArguments) -> "Settings":
-    """Return how the server is reached, and what requests may ask for.
+    """Return the access settings and the limits of requests.
 
     Args:
         asked: The options.
@@ -103,7 +103,7 @@ def settings_of(asked: ServeArguments) -> "Settings":
     from lineate.layers.formats import StateFormat
     from lineate.serving.app import Settings
 
-    sampling_of(asked)  # a wrong one is noticed before a model is loaded
+    sampling_of(asked)  # a wrong one is detected before a model is loaded
     StateFormat.of(asked.state_dtype, asked.state_rounding)
     hosts = allowed_hosts(asked.host, words_of(asked.allow_host))
     return Settings(read_keys(asked.api_key), words_of(asked.cors), hosts, limits_of(asked))
@@ -122,7 +122,7 @@ def sampling_of(asked: ServeArguments) -> "SamplingFlags":
 
 
 def limits_of(asked: ServeArguments) -> "Limits":
-    """Return what requests may ask for.
+    """Return the limits of requests.
 
     Args:
         asked: The options.
@@ -166,7 +166,7 @@ def read_keys(given: str | None) -> tuple[str, ...]:
 
 
 def words_of(given: str | None) -> tuple[str, ...]:
-    """Return what stands between commas.
+    """Return the items between commas.
 
     Args:
         given: The option.
@@ -190,7 +190,7 @@ def name_of(asked: ServeArguments) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line for the one who started the server.
+    """Print a line on the server's terminal.
 
     Args:
         text: The line.

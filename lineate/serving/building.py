@@ -1,4 +1,4 @@
-"""From the options of `lineate serve` to an engine and its application."""
+"""Builds an engine and its application from the options of `lineate serve`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +40,11 @@ def load(asked: ServeArguments, job: "RankedJob | None") -> tuple["Engine", "Hyb
 def application(
     asked: ServeArguments, settings: "Settings", job: "RankedJob | None" = None
 ) -> tuple["FastAPI", Any, "HybridLM", "Tokenizer"]:
-    """Return the application and its engine, or rank 0's of several, which is not started; the model; its tokenizer.
+    """Return the application and its engine, or those of rank 0, which are not started; the model; its tokenizer.
 
     Args:
         asked: The options.
-        settings: How the server is reached, and what requests may ask for.
+        settings: The access settings and the limits of requests.
         job: The processes that share the model; None: there is one.
     """
     from lineate.serving.app import describe, make_app
@@ -84,7 +84,7 @@ def add_explorer(app: "FastAPI", keys: tuple[str, ...], model: "HybridLM", token
     from lineate.explore.live.app import make_views
     from lineate.explore.live.models import Models, served
 
-    # Before the route of the chat page's files, which would look for one of this name.
+    # Before the route of the chat page's files, which would search for a file of this name.
     app.router.routes.insert(0, Route("/explore", lambda request: RedirectResponse("explore/")))
     app.mount("/explore", make_views(Models(served(model, tokenizer, name) if model.device.type == "cpu" else None)))
 
@@ -122,7 +122,7 @@ def _engine(asked: ServeArguments, model: "HybridLM", job: "RankedJob | None") -
 
 
 def find_drafter(asked: ServeArguments, model: "HybridLM") -> Any:
-    """Return what guesses tokens, as the options say; None if nothing does.
+    """Return the drafter that the options select; None: no drafter.
 
     Args:
         asked: The options.

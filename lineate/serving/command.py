@@ -83,7 +83,7 @@ def run_serve(asked: ServeArguments) -> None:
 
 
 def _serve(asked: ServeArguments, job: "RankedJob | None") -> None:
-    """Serve, on rank 0 if there are several."""
+    """Run the server, on rank 0 if there are several ranks."""
     try:
         replicated = _replica_options(asked)
         listening = listen(asked.host, asked.port)
@@ -111,7 +111,7 @@ def _serve(asked: ServeArguments, job: "RankedJob | None") -> None:
 
 
 def _follow(asked: ServeArguments, job: "RankedJob") -> None:
-    """Make the steps of rank 0's server until it ends."""
+    """Follow the steps of rank 0's server until it ends."""
     from lineate.serving.api.guides import Grammars
     from lineate.serving.engine.lockstep import Lockstep
 
@@ -126,7 +126,7 @@ def _follow(asked: ServeArguments, job: "RankedJob") -> None:
 
 
 def _end(job: "RankedJob", server: "DrainingServer", why: str) -> None:
-    """Say why the job has ended, and let the server go once clients have had their errors."""
+    """Print why the job has ended, and end the server after clients have received their errors."""
     job.tell(why)
     server.drain()
 
@@ -155,7 +155,7 @@ def _server(asked: ServeArguments, app: "Starlette", port: int) -> "DrainingServ
 
 
 def _check_tensor(asked: ServeArguments) -> None:
-    """Raise if several processes are to share each of several replicas; checked before anything says to start them."""
+    """Raise if several processes are to share each of several replicas; checked before any of them is started."""
     if asked.replicas is not None and asked.tensor > 1:
         raise ValueError(
             f"--tensor must be 1 with --replicas, got {asked.tensor}; a replica is one process. Start one "
@@ -165,7 +165,7 @@ def _check_tensor(asked: ServeArguments) -> None:
 
 
 def _replica_options(asked: ServeArguments) -> "ReplicaOptions | None":
-    """Return what the options say about replicas; None if one engine in this process serves."""
+    """Return the options of replicas; None if one engine in this process serves."""
     from lineate.serving.replicas.options import ReplicaOptions
 
     given = {
@@ -195,7 +195,7 @@ def _replica_options(asked: ServeArguments) -> "ReplicaOptions | None":
 def _prepare_replicas(
     asked: ServeArguments, replicated: "ReplicaOptions", port: int
 ) -> tuple["DrainingServer", "RayReplicas"]:
-    """Return the server of the front, and the replicas, which run; what is wrong with the model is noticed before."""
+    """Return the server of the front, and the replicas, which are running; problems of the model are detected first."""
     from lineate.generation.loading import check_model, load_or_builtin
     from lineate.serving.replicas.cluster import RayReplicas
     from lineate.serving.replicas.front import make_front
@@ -251,7 +251,7 @@ def _whole_path(name: str) -> str:
 
 
 def _announce(asked: ServeArguments, port: int, model: "HybridLM", tokenizer: "Tokenizer") -> None:
-    """Say what is served, and where."""
+    """Print a description of the served model."""
     from lineate.planning.units import show_bytes, show_count
     from lineate.quantised.which import format_of
 
@@ -270,7 +270,7 @@ def _announce(asked: ServeArguments, port: int, model: "HybridLM", tokenizer: "T
 
 
 def _say_where(asked: ServeArguments, port: int) -> None:
-    """Say where the server is reached."""
+    """Print the addresses of the server."""
     host = f"[{asked.host}]" if ":" in asked.host else asked.host
     say(f"http://{host}:{port}/ has the chat page; http://{host}:{port}/v1 is OpenAI's API")
     if not read_keys(asked.api_key) and asked.tensor == 1:

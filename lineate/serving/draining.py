@@ -15,19 +15,19 @@ from lineate.web.limits import Limits
 
 LOG = logging.getLogger("lineate.serving")
 LAST_SECONDS = 5.0
-"""Seconds that requests have to send their ends after they were cancelled."""
+"""Seconds for cancelled requests to send the end of their answers."""
 
 
 class Stoppable(Protocol):
-    """What ends all requests, as an engine does."""
+    """An object that ends all requests, such as an engine."""
 
     def stop(self, drain: bool = True, timeout: float | None = None) -> None:
-        """End what runs."""
+        """End all requests."""
         ...
 
 
 class Served(Protocol):
-    """What a server needs of `app.state.service`."""
+    """The part of `app.state.service` that a server needs."""
 
     @property
     def limits(self) -> Limits: ...
@@ -36,7 +36,7 @@ class Served(Protocol):
     def engine(self) -> Stoppable: ...
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free its resources."""
         ...
 
 
@@ -55,10 +55,10 @@ class DrainingServer(uvicorn.Server):
         self._service: Served = app.state.service
         limits = self._service.limits
         config.http, config.timeout_keep_alive = connections(limits.head_seconds), limits.idle_seconds
-        config.loop, config.ws = "asyncio", "none"  # whatever else is installed, such as what Ray needs
+        config.loop, config.ws = "asyncio", "none"  # even if others are installed, such as Ray's
         super().__init__(config)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._drains = False  # asked for, perhaps before there is a loop
+        self._drains = False  # requested, perhaps before there is a loop
         self._draining: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -89,7 +89,7 @@ class DrainingServer(uvicorn.Server):
             self._draining = asyncio.ensure_future(self._end())
 
     async def _end(self) -> None:
-        """Wait until nothing runs; cancel what runs longer than the limit."""
+        """Wait until all requests have ended; cancel those that exceed the limit."""
         limits = self._service.limits
         LOG.info("shutting down; %d requests have %g s to end", self._traffic.active, limits.drain_seconds)
         try:

@@ -18,7 +18,7 @@ def first_use(package: str, homes: Mapping[str, Sequence[str]]) -> tuple[Callabl
     def find(name: str) -> Any:
         if name in places:
             value = getattr(importlib.import_module(places[name]), name)
-            setattr(sys.modules[package], name, value)  # the next use does not come here
+            setattr(sys.modules[package], name, value)  # the next use does not call __getattr__
             return value
         module = f"{package}.{name}"
         if not name.startswith("_"):

@@ -23,7 +23,7 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 
 def forget() -> None:
-    """Ask the processor and the environment again at the next call of `multiplies`, which keeps its answers."""
+    """Clear the cached answers of `multiplies`, so that its next call checks the processor and the environment."""
     _multiplies.cache_clear()
 
 

@@ -39,7 +39,7 @@ MOVED = {
     ("serving", "web"): "gate limits connections metrics",
     ("serving.api", "web"): "errors fields responses intake",
 }
-"""The modules that went from one package to another; "old:new" where the name changed too. Removed in 0.3.0."""
+"""The modules that moved from one package to another; "old:new" where the name changed too. Removed in 0.3.0."""
 
 
 def renamed() -> dict[str, str]:
@@ -68,7 +68,7 @@ class _Alias(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # importlib has set that of the old name
+        module.__spec__ = self._spec  # importlib has set the spec of the old name
 
 
 class Renamed(MetaPathFinder):

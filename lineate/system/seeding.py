@@ -11,13 +11,13 @@ _LOCK = RLock()
 
 @contextmanager
 def own_random_numbers(seed: int | None = None) -> Iterator[None]:
-    """Let a block use torch's generator of the CPU alone, and leave it as it was.
+    """Give a block exclusive use of torch's CPU generator, and restore the generator's state afterwards.
 
     All threads share that generator: two blocks that seed it, such as a lesson and the training of a built-in model
     on one server, wait for each other.
 
     Args:
-        seed: Where the random numbers of the block begin; None: where they are.
+        seed: The seed at the start of the block; None: the current state.
     """
     with _LOCK, torch.random.fork_rng(devices=[]):
         if seed is not None:

@@ -1,7 +1,7 @@
 """Sets how long torch's threads spin where they wait for each other, in processes that run a command of lineate.
 
 torch's OpenMP runtime (GNU's) lets a thread that waits spin for milliseconds. Where another process is busy on a core,
-the thread that is waited for then waits for the core, and two threads are much slower than one.
+the other thread then waits for that core, and two threads are much slower than one.
 """
 
 import os
@@ -10,7 +10,7 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 SPINS = "1000"
-"""How often a waiting thread looks before it sleeps: tens of microseconds."""
+"""Polls of a waiting thread before it sleeps: tens of microseconds."""
 _CHOSEN = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _WITH_VALUE = ("--check-hash-based-pycs",)
 """Python's long options whose value is the next word."""
@@ -30,7 +30,7 @@ def spin_briefly(words: Sequence[str], environment: MutableMapping[str, str]) ->
 
 
 def _starts_a_command(words: Sequence[str]) -> bool:
-    """Whether the program of a command line is lineate; what stands behind it are the program's own arguments."""
+    """Whether the program of a command line is lineate; later words are the program's own arguments."""
     if words and Path(words[0]).name == "lineate":
         return True
     rest = iter(words[1:])

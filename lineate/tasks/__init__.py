@@ -1,4 +1,4 @@
-"""Small tasks that tell the rules apart: what each can recall, overwrite and keep track of."""
+"""Small tasks that distinguish the rules by recall, overwriting and state tracking."""
 
 DEFAULT_RULES = "linear,gla,deltanet,gdn,kda,softmax"
 """The rules that a task compares by default."""

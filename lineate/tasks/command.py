@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TasksArguments:
-    """What `lineate tasks` is asked for: a field is an option of the command line."""
+    """The options of `lineate tasks`: a field is an option of the command line."""
 
     task: str = argument(
         "recall, overwriting, needle, copying, selective-copying, induction, parity, counting, s5.", "TASK"
@@ -56,7 +56,7 @@ class TasksArguments:
     eval_every: int = option(100, "Steps between tests.", least=1)
     test_rows: int = option(512, "Rows of a test.", least=1)
     stop_at: float = option(0.995, "Stop when two tests in a row are this accurate; 2: never.")
-    minutes: float = option(math.inf, "Stop every run after so many minutes.", least=0)
+    minutes: float = option(math.inf, "Stop every run after this many minutes.", least=0)
     test_pairs: str | None = option(None, "Pairs to test, with commas; an eighth .. all.")
     test_lengths: str | None = option(None, "Lengths to test, with commas; 1, 2, 4 times.")
     dtype: str = option("float32", "float32, tf32, or bfloat16 (autocast).")
@@ -75,7 +75,7 @@ TRAIN_FLAGS = (
     "steps", "rows", "lr", "weight_decay", "curriculum", "eval_every", "test_rows", "stop_at", "minutes", "dtype",
 )  # fmt: skip
 FLAGS = (*SIZE_FLAGS, *MODEL_FLAGS, *TRAIN_FLAGS, "rules", "seeds", "test_pairs", "test_lengths", "device")
-"""The options that say what is trained and tested, and how."""
+"""The options that define training and tests."""
 
 
 def add_commands(app: "typer.Typer") -> None:
@@ -83,7 +83,7 @@ def add_commands(app: "typer.Typer") -> None:
     import typer
 
     def tasks(context: typer.Context, **given: Any) -> None:
-        """Train small models on a task that tells the rules apart; print the table and draw the figure."""
+        """Train small models on a task that distinguishes the rules; print the table and draw the figure."""
         run_tasks(TasksArguments(**given), {name for name in FLAGS if _is_given(context, name)})
 
     sign(tasks, {"context": (typer.Context, inspect.Parameter.empty)} | parameters(TasksArguments))
@@ -96,7 +96,7 @@ def add_commands(app: "typer.Typer") -> None:
 
 
 def run_tasks(asked: TasksArguments, given: set[str]) -> None:
-    """Train and test what was asked for; `given` names the options that the user gave."""
+    """Train and test the requested cells; `given` names the options that the user gave."""
     import matplotlib  # noqa: F401  # say now, not after training, that it is missing
     import typer
     from rich.console import Console
@@ -157,7 +157,7 @@ def _quickened(task: str, flags: dict[str, Any], given: set[str]) -> dict[str, A
 
 
 def _plan(task: str, flags: dict[str, Any], quick: bool) -> "list[Cell]":
-    """Return the runs that the flags ask for, after all checks."""
+    """Return the runs that the flags define, after all checks."""
     from lineate.tasks.model import ModelOptions
     from lineate.tasks.registry import TASKS
     from lineate.tasks.runner import TrainOptions, default_pairs, plan_cells
@@ -182,7 +182,7 @@ def _plan(task: str, flags: dict[str, Any], quick: bool) -> "list[Cell]":
 
 
 def _quick_costs(task: str, flags: dict[str, Any], given: set[str]) -> "Mapping[Cell, RunCost]":
-    """Return what the same command costs with --quick; nothing if its flags do not fit --quick."""
+    """Return the cost of the same command with --quick; nothing if its flags do not fit --quick."""
     from lineate.tasks.progress import estimate
 
     try:
@@ -194,7 +194,7 @@ def _quick_costs(task: str, flags: dict[str, Any], given: set[str]) -> "Mapping[
 def outlook(
     costs: "Mapping[Cell, RunCost]", side_by_side: int, quick: "Callable[[], Mapping[Cell, RunCost]] | None"
 ) -> Iterator[str]:
-    """Yield what to say before the start: how long it takes, and how it could be shorter if that is long."""
+    """Yield the messages before the start: the estimated time, and options that shorten it if it is long."""
     from lineate.tasks.progress import LONG, duration, whole
 
     train = next(iter(costs)).train
@@ -213,7 +213,7 @@ def outlook(
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """Let torch use so many threads inside; None leaves their number as it is."""
+    """Let torch use this number of threads inside; None leaves the number unchanged."""
     import torch
 
     before = torch.get_num_threads()
@@ -235,7 +235,7 @@ def _numbers(flag: str, text: str | None, default: tuple[int, ...]) -> tuple[int
 
 
 def _device(name: str) -> str:
-    """Return the device's name, a real one for auto; a device that is not there is an error."""
+    """Return the device's name, resolved for auto; a missing device is an error."""
     import torch
 
     if name == "auto":

@@ -1,6 +1,6 @@
 """Tasks of remembering: recall, overwriting, needle, copying, selective copying, induction.
 
-Keys are of the lower half of the vocabulary without 0, values of the upper half. 0 is an empty place.
+Keys are of the lower half of the vocabulary without 0, values of the upper half. 0 is an empty position.
 """
 
 import torch
@@ -13,7 +13,7 @@ POWER = 0.01
 
 
 def make_recall(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Make Zoology's multi-query associative recall: pairs first, then every key once, at an even place of the rest."""
+    """Make Zoology's multi-query associative recall: pairs, then every key once, at an even position of the rest."""
     ids, targets = blank(rows, sizes.length, generator)
     keys = distinct(1, sizes.vocab // 2, rows, sizes.pairs, generator)
     values = distinct(sizes.vocab // 2, sizes.vocab, rows, sizes.pairs, generator)
@@ -26,7 +26,7 @@ def make_recall(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tupl
 
 
 def make_overwriting(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Write every key `writes` times, in random order, each time with a new value; ask for the latest."""
+    """Write every key `writes` times, in random order, each time with a new value; query the latest."""
     ids, targets = blank(rows, sizes.length, generator)
     n, total = sizes.pairs, sizes.pairs * sizes.writes
     keys = distinct(1, sizes.vocab // 2, rows, n, generator)
@@ -35,16 +35,16 @@ def make_overwriting(rows: int, sizes: TaskSizes, generator: torch.Generator) ->
     ids[:, 0 : 2 * total : 2], ids[:, 1 : 2 * total : 2] = keys.gather(1, order), written
     moments = torch.arange(total, device=ids.device).expand(rows, total)
     latest = torch.zeros_like(keys).scatter_reduce(1, order, moments, "amax")
-    asked = distinct(0, n, rows, n, generator)  # so that the order of asking is not that of `keys`
+    asked = distinct(0, n, rows, n, generator)  # so that the order of queries is not that of `keys`
     _ask(ids, targets, 2 * total, keys.gather(1, asked), written.gather(1, latest).gather(1, asked), generator)
     return ids, targets
 
 
 def _ask(ids: Tensor, targets: Tensor, start: int, keys: Tensor, values: Tensor, generator: torch.Generator) -> None:
-    """Put every key at an even place behind `start`, with its value as target there; in place."""
+    """Put every key at an even position after `start`, with its value as target there; in place."""
     rows, space = len(ids), (ids.shape[1] - start) // 2
     weight = torch.arange(1, space + 1, device=ids.device, dtype=torch.float32) ** (POWER - 1)
-    # The largest weight / exponential are places drawn by weight, without replacement, in the order of the draws.
+    # The largest weight / exponential are positions drawn by weight, without replacement, in the order of the draws.
     luck = torch.empty(rows, space, device=ids.device).exponential_(generator=generator)
     places = start + 2 * (weight / luck).topk(keys.shape[1]).indices
     ids.scatter_(1, places, keys)
@@ -52,7 +52,7 @@ def _ask(ids: Tensor, targets: Tensor, start: int, keys: Tensor, values: Tensor,
 
 
 def make_needle(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Put pairs at random places in noise that has no keys and no values; the last token asks for one of them.
+    """Put pairs at random positions in noise that has no keys and no values; the last token queries one of them.
 
     Noise is of the first quarter of the vocabulary, keys are of the second, values of the upper half.
     """
@@ -77,7 +77,7 @@ def make_copying(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tup
 
 
 def make_selective(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Put `pairs` tokens between many 0; at the end are as many 1, where they are asked for in their order."""
+    """Put `pairs` tokens between many 0; at the end are equally many 1, where they are queried in order."""
     ids, targets = blank(rows, sizes.length, generator)
     n = sizes.pairs
     places = distinct(0, sizes.length - n, rows, n, generator).sort(1).values
@@ -88,7 +88,7 @@ def make_selective(rows: int, sizes: TaskSizes, generator: torch.Generator) -> t
 
 
 def make_induction(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Make random tokens with one 0 among them and a 0 at the end, which asks what came after the first."""
+    """Make random tokens with one 0 among them and a 0 at the end, which queries the token after the first."""
     ids = uniform(1, sizes.vocab, (rows, sizes.length), generator)
     place = uniform(0, sizes.length - 2, (rows, 1), generator)
     targets = blank(rows, sizes.length, generator)[1]
@@ -99,7 +99,7 @@ def make_induction(rows: int, sizes: TaskSizes, generator: torch.Generator) -> t
 
 
 def _room(sizes: TaskSizes, tokens: int) -> str | None:
-    """Say what is wrong if a row lacks room for so many tokens, or the vocabulary for so many keys."""
+    """Return a message if a row lacks room for the tokens, or the vocabulary for the keys."""
     if tokens > sizes.length:
         return (
             f"pairs must leave room for the queries: {sizes.pairs} pairs need a length of at least {tokens}, "

@@ -21,18 +21,18 @@ CORRECTING = tuple(rule.name for rule in RULES if rule.corrects)
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What all rules of a comparison share."""
+    """The settings that all rules of a comparison share."""
 
     width: int = 128
     """Channels of a token."""
     layers: int = 2
     """Layers of the model."""
     heads: int = 1
-    """Heads, of width / heads channels each, keys and values alike."""
+    """Heads, of width / heads channels each, for keys and for values."""
     conv: int = 4
     """Tokens that the short convolution of the linear rules sees; 0 is no convolution."""
     beta_scale: float = 1.0
-    """beta lies in (0, beta_scale), unless the rule's name says otherwise."""
+    """beta lies in (0, beta_scale), unless the rule's name ends in -2."""
     init: float = 0.02
     """Standard deviation of the first weights."""
 
@@ -61,7 +61,7 @@ def parse_rule(name: str, beta_scale: float = 1.0) -> tuple[str, float]:
 
 
 def label(name: str) -> str:
-    """Return a rule's name for people."""
+    """Return a rule's display name."""
     word, dash, _ = name.partition("-2")
     kind = kinds_by_word().get(word)
     shown = word if kind is None else kind.short_label or kind.label

@@ -1,4 +1,4 @@
-"""How long the runs take: estimated from a few steps of every model, then from what they took so far."""
+"""Estimates the time of the runs: from a few steps of every model, then from the time spent so far."""
 
 import os
 import time
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LONG = 300.0
-"""From so many seconds on, an estimate says how to make it shorter."""
+"""Seconds from which an estimate suggests how to shorten the runs."""
 PART = 8
 """A step is first timed with the rows divided by this; one that is slow is not timed whole."""
 SLOW = 0.5
-"""From so many seconds on, a whole step is not timed."""
+"""Seconds from which a whole step is not timed."""
 TRUST = 10.0
-"""For so many seconds of work the time left comes from the estimate more than from what the runs take."""
+"""Seconds of work during which the time left follows the estimate more than the measured pace."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RunCost:
     last: float
     """Seconds of the tests at other sizes, after training."""
     steps: int
-    """Steps that fit into the run: all of them, or what --minutes leaves."""
+    """Steps that fit into the run: all of them, or fewer with --minutes."""
 
     @property
     def seconds(self) -> float:
@@ -46,7 +46,7 @@ class RunCost:
 
 @cpu_by_default
 def estimate(cells: Sequence[Cell]) -> dict[Cell, RunCost]:
-    """Return what each cell costs, from a few real steps of one cell a rule."""
+    """Return the cost of each cell, measured on a few steps of one cell per rule."""
     of_rule = {cell.rule: _time(cell) for cell in reversed(cells)}
     return {cell: of_rule[cell.rule] for cell in cells}
 
@@ -79,7 +79,7 @@ def _time(cell: Cell) -> RunCost:
 
 
 def lanes(cells: Sequence[Cell], jobs: int) -> int:
-    """Return how many runs go on side by side without slowing each other: on a GPU they share it, so one."""
+    """Return how many runs execute in parallel without slowing each other: one on a GPU, which they share."""
     if torch.device(cells[0].train.device).type != "cpu":
         return 1
     return max(1, min(jobs, len(cells), os.cpu_count() or 1))
@@ -92,7 +92,7 @@ def whole(costs: Mapping[Cell, RunCost], side_by_side: int) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Return a time for people: 40 s, 3 min, 2 h 10 min, 3 days 4 h."""
+    """Return a readable time: 40 s, 3 min, 2 h 10 min, 3 days 4 h."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     minutes = round(seconds / 60)
@@ -106,7 +106,7 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Shows lines, and how far all runs are: a bar below them in a terminal, else the time left in every line."""
+    """Shows lines and the progress of all runs: a bar below them in a terminal, else the time left in every line."""
 
     def __init__(
         self,
@@ -155,14 +155,14 @@ class Progress:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, cell: Cell, steps: int) -> None:
-        """Note that a cell has taken so many steps."""
+        """Record the number of steps that a cell has taken."""
         if self._done[cell] >= self._expected[cell]:  # finished already: a process' last message may come late
             return
         self._done[cell] = min(steps * self._costs[cell].step, self._expected[cell])
         self._draw(f"{cell.rule}, seed {cell.seed}, step {steps} of {cell.train.steps}")
 
     def finish(self, cell: Cell) -> None:
-        """Note that a cell is trained and tested; what it did not need is no longer expected."""
+        """Record that a cell is trained and tested; its unused steps are no longer expected."""
         self._done[cell] += self._costs[cell].last
         self._expected[cell] = self._done[cell]
         self._draw(f"{cell.rule}, seed {cell.seed} done")

@@ -12,12 +12,12 @@ SMALL_RUN: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Quick:
-    """How a task is made quick."""
+    """The quick version of a task."""
 
     flags: dict[str, Any]
     """Options of the command, in place of those that were not given."""
     look: str
-    """What to look for in the table; docs/tasks.md has what was measured."""
+    """What to look for in the table; docs/tasks.md has measurements."""
 
 
 QUICK = {

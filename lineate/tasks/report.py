@@ -1,4 +1,4 @@
-"""What was found: a table, a figure and a JSON file."""
+"""The results: a table, a figure and a JSON file."""
 
 import json
 from collections.abc import Sequence
@@ -51,14 +51,14 @@ def percent(x: float) -> str:
 
 
 def markdown(results: Sequence[CellResult]) -> str:
-    """Return the table as documents have it."""
+    """Return the table in Markdown, as in the documentation."""
     head, rows = table_rows(results)
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def notes(results: Sequence[CellResult]) -> list[str]:
-    """Return the runs that ended early, which a reader must know of."""
+    """Return the runs that ended early, for a note to the reader."""
     return [
         f"{label(x.rule)}, seed {x.seed}: stopped at step {x.steps} ({x.stopped})"
         for x in results

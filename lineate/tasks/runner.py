@@ -29,12 +29,12 @@ TRAINING_DTYPES = ("float32", "tf32", "bfloat16")
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How every cell is trained and tested."""
+    """The settings of training and testing of every cell."""
 
     steps: int = 2000
     """Steps of the optimiser at most."""
     rows: int = 64
-    """Rows a step; smaller stages of the curriculum have as many tokens, so more rows."""
+    """Rows a step; smaller stages of the curriculum have the same number of tokens, so more rows."""
     lr: float = 2e-3
     """The highest learning rate, reached after a warm-up of 5% of the steps; a cosine then falls to 2% of it."""
     weight_decay: float = 0.01
@@ -50,7 +50,7 @@ class TrainOptions:
     stop_at: float = 0.995
     """Stop when two tests in a row reach this accuracy."""
     minutes: float = math.inf
-    """Stop after so many minutes."""
+    """Stop after this many minutes."""
     dtype: str = "float32"
     """float32; tf32, in which a GPU multiplies projections; or bfloat16, which is autocast over float32 weights."""
     device: str = "cpu"
@@ -79,7 +79,7 @@ class Cell:
 
     @property
     def stem(self) -> str:
-        """What the names of its files begin with."""
+        """The prefix of its file names."""
         return f"{self.task}-quick" if self.quick else self.task
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class CellResult:
     steps: int = 0
     seconds: float = 0.0
     stopped: str = "steps"
-    """Why it stopped: "accuracy", "steps", "minutes", or "not finite"."""
+    """The reason it stopped: "accuracy", "steps", "minutes", or "not finite"."""
     parameters: int = 0
     history: list[tuple[int, float, float]] = field(default_factory=list)
     """Step, loss and accuracy of every test."""
@@ -182,7 +182,7 @@ def learning_rate(step: int, train: TrainOptions) -> float:
 
 
 def logits_asked(model: HybridLM, ids: Tensor, targets: Tensor, asked: int) -> tuple[Tensor, Tensor]:
-    """Return logits `rows asked vocab` and targets `rows asked` where something is asked, without a sync."""
+    """Return logits `rows asked vocab` and targets `rows asked` at the queried tokens, without a sync."""
     x, _ = model.hidden(model.embed(ids))
     if asked < ids.shape[1] - 1:
         places = (targets != NOTHING).to(torch.int8).topk(asked, 1, sorted=False).indices.sort(1).values
@@ -198,7 +198,7 @@ def _autocast(train: TrainOptions) -> torch.autocast:
 @torch.no_grad()
 @cpu_by_default
 def measure(model: HybridLM, task: Task, sizes: TaskSizes, seed: int, train: TrainOptions) -> float:
-    """Return accuracy on held-out rows; where every token is asked, on the second half of each row."""
+    """Return accuracy on held-out rows; if every token is queried, on the second half of each row."""
     model.eval()
     rows = max(1, min(train.test_rows, 2**17 // sizes.length))  # a batch that fits anywhere
     right, count = torch.zeros((), dtype=torch.int64, device=train.device), 0
@@ -260,7 +260,7 @@ def train_step(cell: Cell, model: HybridLM, optimizer: torch.optim.Optimizer, st
 
 @cpu_by_default
 def train_cell(cell: Cell, report: Say = print, tick: Callable[[int], None] = lambda steps: None) -> CellResult:
-    """Train, testing now and then, until it is learnt or steps or minutes are over; then test all sizes.
+    """Train with regular tests until the task is learnt, or steps or minutes run out; then test all sizes.
 
     `tick` is called with the number of steps taken, after each.
     """
@@ -273,7 +273,7 @@ def _train_cell(cell: Cell, report: Say, tick: Callable[[int], None]) -> CellRes
     model, optimizer = start(cell)
     result = CellResult(cell.rule, cell.seed, parameters=sum(p.numel() for p in model.parameters()))
     began = time.monotonic()
-    learnt = 0  # tests in a row that were good enough
+    learnt = 0  # consecutive tests that reached the accuracy
     for step in range(train.steps):
         loss = train_step(cell, model, optimizer, step)
         result.steps = step + 1
@@ -303,16 +303,16 @@ def _train_cell(cell: Cell, report: Say, tick: Callable[[int], None]) -> CellRes
 
 
 class Watcher(Protocol):
-    """Is told how the runs go on."""
+    """The interface of a progress display of the runs."""
 
     def say(self, line: str) -> None:
         """Show a line."""
 
     def step(self, cell: Cell, steps: int) -> None:
-        """Note that a cell has taken so many steps."""
+        """Record the number of steps that a cell has taken."""
 
     def finish(self, cell: Cell) -> None:
-        """Note that a cell is trained and tested."""
+        """Record that a cell is trained and tested."""
 
 
 def run_cells(
@@ -325,8 +325,8 @@ def run_cells(
     Args:
         cells: What to train.
         jobs: How many processes run at a time; they share the device. 1 runs one cell after the other in this process.
-        watcher: Is told how the runs go on.
-        keep: Is called with the results so far whenever there is a new one.
+        watcher: Receives the progress of the runs.
+        keep: Called with all results so far after each new one.
     """
     results: dict[Cell, CellResult] = {}
 
@@ -360,7 +360,7 @@ def run_cells(
 
 @contextmanager
 def _listening(messages: Any, watcher: Watcher) -> Iterator[None]:
-    """Pass on what the processes say, from a thread, which only reads, so that a process that dies cannot block it."""
+    """Forward the messages of the processes from a thread that only reads, so that a dead process cannot block it."""
     over = Event()
 
     def listen() -> None:
@@ -386,7 +386,7 @@ def _listening(messages: Any, watcher: Watcher) -> Iterator[None]:
 
 
 _messages: Any = None
-"""Where the lines and steps of a process of run_cells go."""
+"""The queue for the lines and steps of a process of run_cells."""
 
 
 def _start_process(messages: Any) -> None:

@@ -9,13 +9,13 @@ from torch import Tensor
 from lineate.console.names import nearest
 
 NOTHING = -100
-"""The target where nothing is asked."""
+"""The target of tokens that are not queried."""
 STREAMS = ("train", "test")
 
 
 @dataclass(frozen=True)
 class TaskSizes:
-    """How large a row is; a task reads what concerns it."""
+    """The sizes of a row; each task reads its own fields."""
 
     length: int
     """Tokens a row."""
@@ -41,19 +41,19 @@ class Task:
     name: str
     """Its name on the command line."""
     summary: str
-    """What is asked, in one sentence."""
+    """The question, in one sentence."""
     make: Make
     """make(rows, sizes, generator) returns ids and targets, both int64 `rows length` on the generator's device."""
     asked: Callable[[TaskSizes], int]
     """The number of targets a row, which is the same in all rows."""
     obstacle: Callable[[TaskSizes], str | None]
-    """Returns what is wrong with these sizes, with a remedy, or None."""
+    """Returns a message about invalid sizes, with a remedy, or None."""
     default: TaskSizes
-    """The sizes unless told otherwise."""
+    """The default sizes."""
     uses: tuple[str, ...]
-    """The sizes that it reads beside length."""
+    """The sizes that it reads besides length."""
     dense: bool = False
-    """Whether every token is asked; accuracy is then that of the second half of a row."""
+    """Whether every token is queried; accuracy is then that of the second half of a row."""
     tokens: Callable[[TaskSizes], int] = lambda sizes: sizes.vocab
     """Returns how many different tokens there are."""
 
@@ -115,7 +115,7 @@ def distinct(low: int, high: int, rows: int, count: int, generator: torch.Genera
 
 
 def blank(rows: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return ids of 0, and targets where nothing is asked."""
+    """Return ids of 0 and targets without queries."""
     ids = torch.zeros(rows, length, dtype=torch.int64, device=generator.device)
     return ids, torch.full_like(ids, NOTHING)
 

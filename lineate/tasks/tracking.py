@@ -28,7 +28,7 @@ def _running_sum(rows: int, length: int, modulus: int, generator: torch.Generato
 
 
 def _started(tokens: Tensor, states: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Put a start token in front, where nothing is asked."""
+    """Prepend a start token, which has no target."""
     front = tokens.new_full((len(tokens), 1), start)
     return torch.cat((front, tokens), 1), torch.cat((torch.full_like(front, NOTHING), states), 1)
 

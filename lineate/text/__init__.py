@@ -1,4 +1,4 @@
-"""Text and tokens: tokenizers, chat templates, and text as it is made."""
+"""Text and tokens: tokenizers, chat templates, and text while it is generated."""
 
 from lineate.text.base import Tokenizer
 from lineate.text.chat import DEFAULT_STOPS, DEFAULT_TEMPLATE, ChatError, ChatTemplate

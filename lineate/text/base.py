@@ -1,4 +1,4 @@
-"""What every tokenizer has: text to ids and back, its special tokens, and its chat template."""
+"""The interface of tokenizers: text to ids and back, special tokens, chat template."""
 
 import importlib
 import json
@@ -35,11 +35,11 @@ class Tokenizer(ABC):
     identity: str
     """Two tokenizers with the same identity encode every text to the same ids."""
     chat: ChatTemplate | None = None
-    """How a conversation becomes a text, if the tokenizer's folder says so."""
+    """The chat template, if the tokenizer's folder has one."""
     longest_strip: int = 0
-    """How many spaces at the beginning of a text `decode` leaves out at most."""
+    """The most spaces at the beginning of a text that `decode` removes."""
     bound: TokenBound | None = None
-    """A number of tokens that a text has at least; None if only encoding it can tell."""
+    """A lower bound of the number of tokens of a text; None if it is not known without encoding."""
 
     @abstractmethod
     def encode_many(self, texts: Sequence[str]) -> "list[np.ndarray]":
@@ -122,7 +122,7 @@ class Tokenizer(ABC):
             raise TooManyTokens(most, least)
 
     def _independent(self, text: str, rendered: bool) -> tuple[int, int] | None:
-        """Return the tokens and the characters of a beginning of a text whose tokens do not depend on the rest of it.
+        """Return the numbers of tokens and characters of a prefix whose tokens do not depend on the rest of the text.
 
         Args:
             text: The text, and more may follow it.
@@ -138,7 +138,7 @@ class Tokenizer(ABC):
         most_tokens: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Return the ids of a conversation, in which only the template makes special tokens, never what it is given.
+        """Return the ids of a conversation, in which only the template makes special tokens, never its inputs.
 
         Without a chat template of its own, a tokenizer uses DEFAULT_TEMPLATE.
 
@@ -167,7 +167,7 @@ class Tokenizer(ABC):
         return ids
 
     def decode(self, ids: Sequence[int], keep_special: bool = False) -> str:
-        """Return the text of ids; bytes that are no character become U+FFFD.
+        """Return the text of ids; invalid bytes become U+FFFD.
 
         Args:
             ids: Token ids.
@@ -208,7 +208,7 @@ class Tokenizer(ABC):
             write_file(Path(folder) / CHAT_FILE, self.chat.source.encode())
 
     def _check(self, token: int) -> None:
-        """Raise ValueError if this is no id."""
+        """Raise ValueError unless this is an id."""
         if not 0 <= token < self.vocab_size:
             raise ValueError(f"ids must be in 0..{self.vocab_size - 1} for tokenizer '{self.name}', got {token}")
 
@@ -222,7 +222,7 @@ def utf8(text: str) -> bytes:
 
 
 def library(what: str, extra: str | None = None, instead: str = "") -> Any:
-    """Import the optional library tokenizers; raise ImportError with what needs it, its extra and another way."""
+    """Import the optional library tokenizers; raise ImportError with the reason, its extra and an alternative."""
     try:
         return importlib.import_module("tokenizers")
     except ImportError as error:

@@ -1,13 +1,14 @@
-"""Texts that may be far too long: ids up to a limit, without encoding what lies behind it.
+"""Encoding up to a limit of tokens, without encoding the whole of texts that are far too long.
 
 Three steps, each of which never refuses a text that has few enough tokens:
 
 1. A text whose bytes the limit's tokens cannot hold is refused without encoding any of it (TokenBound).
 2. A text with many characters for each token of the limit is first encoded piece by piece, until the pieces have
    clearly more tokens than the limit. A piece ends where the tokenizer cuts texts into words, MARGIN characters before
-   the end of what was encoded, so that its tokens do not depend on what follows; what a tokenizer adds to each piece is
-   within the slack. A tokenizer that does not cut texts into words encodes a whole text that passed the first step.
-3. What is left is encoded whole, as if there were no limit, and its tokens are counted.
+   the end of what was encoded, so that its tokens do not depend on later text; tokens that a tokenizer adds to each
+   piece are within the slack. A tokenizer that does not cut texts into words encodes a whole text that passed the first
+   step.
+3. The remaining texts are encoded whole, and their tokens are counted.
 
 So a text costs no more than the encoding of about twice the limit's tokens, or of a few characters a token.
 """
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 PIECE_CHARACTERS = 2**15
 """Characters that are encoded before the tokens are counted."""
 MARGIN = 1024
-"""Characters at the end of a piece whose tokens are not counted: they could be others in the whole text."""
+"""Characters at the end of a piece whose tokens are not counted: they may differ in the whole text."""
 PLENTY = 8
 """Characters a token, above which a text is encoded in pieces first; ordinary text has three to five."""
 
@@ -26,8 +27,7 @@ BLOCK = 2**16
 """Characters that are counted at a time."""
 
 Piece = Callable[[str], tuple[int, int] | None]
-"""Returns how many tokens a beginning of a text has that do not depend on what follows, and its characters; or None if
-no beginning is known to be independent."""
+"""Returns the tokens and characters of a prefix whose tokens do not depend on later text; None if none is known."""
 
 
 class TooManyTokens(ValueError):
@@ -35,8 +35,8 @@ class TooManyTokens(ValueError):
 
     Args:
         most: The most tokens that it may have.
-        least: A number of tokens that it has at least.
-        exact: Whether it has no more than that.
+        least: A lower bound of its tokens.
+        exact: Whether this is the exact number.
     """
 
     def __init__(self, most: int, least: int, exact: bool = False) -> None:
@@ -67,7 +67,7 @@ def check_pieces(text: str, most: int, piece: Piece) -> None:
 
 @dataclass(frozen=True, eq=False)
 class TokenBound:
-    """The longest tokens of a tokenizer, from which follows a number of tokens that a text has at least.
+    """The longest tokens of a tokenizer, which give a lower bound of the tokens of a text.
 
     A token of n bytes counts 1/n for each of them, and a byte counts the least that it counts in any token: then the
     bytes of each token count at most 1 together, and those of a text at most as much as it has tokens.
@@ -90,7 +90,7 @@ class TokenBound:
             tokens: The bytes of each token, those of special tokens included.
             shrinks: Characters of a text for each byte that is encoded.
             by_bytes: Whether the bytes that are encoded are those of the text.
-            ascii_only: Whether that is so for ASCII alone.
+            ascii_only: Whether this holds only for ASCII.
         """
         by_byte, longest = [1] * 256, 1
         for token in sorted(tokens, key=len):
@@ -100,7 +100,7 @@ class TokenBound:
         return TokenBound(shrinks * longest, tuple(by_byte) if by_bytes else None, ascii_only)
 
     def least(self, text: str, enough: int) -> int:
-        """Return a number of tokens that a text has at least; counting ends where that is more than `enough`.
+        """Return a lower bound of the tokens of a text; counting stops when it exceeds `enough`.
 
         Args:
             text: The text.

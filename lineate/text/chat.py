@@ -1,6 +1,6 @@
-"""Chat templates: how a conversation becomes the text that a model was trained on.
+"""Chat templates, which convert a conversation to the text format of a model's training.
 
-A template comes from a folder that nobody has checked, so it runs in lineate.text.sandbox, with bounded work.
+A template is untrusted, so it runs in lineate.text.sandbox, with bounded work.
 """
 
 import importlib
@@ -18,14 +18,14 @@ DEFAULT_TEMPLATE = (
     "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content | trim }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-"""The template for models that bring none: names and paragraphs, in plain text.
+"""The template for models without one: names and paragraphs, in plain text.
 
 It ends with "Assistant:", so that an answer begins with a space, which is not written twice in the next turn.
 """
 DEFAULT_STOPS = ("\n\nUser:", "\n\nSystem:", "\n\nAssistant:")
-"""The strings at which an answer ends that DEFAULT_TEMPLATE asked for."""
+"""The strings that end an answer with DEFAULT_TEMPLATE."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names under which a message has its reasoning; templates read the first two."""
+"""Field names of a message's reasoning; templates read the first two."""
 DEEPEST = 64
 """How deep lists and dictionaries of a message may be nested."""
 
@@ -39,9 +39,9 @@ class ChatTemplate:
 
     Args:
         source: The template, in Jinja.
-        variables: What it may use beside the conversation, such as bos_token.
+        variables: Its variables besides the conversation, such as bos_token.
         tool_source: The template for conversations with tools, if there is another one for them.
-        where: The file that it comes from, for messages.
+        where: Its file, for messages.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ChatTemplate:
         return self._run(values, bool(tools) and self.tool_source is not None)
 
     def check(self) -> None:
-        """Raise ChatError if this is no template."""
+        """Raise ChatError if this is not a template."""
         self._sandbox.allow()
         _ = self._compiled
 
@@ -128,7 +128,7 @@ def read_chat(folder: Path, files: Mapping[str, bytes], variables: Mapping[str, 
     Args:
         folder: The folder, for messages.
         files: Its files by name.
-        variables: What the template may use beside the conversation.
+        variables: The template's variables besides the conversation.
     """
     found: dict[str, str] = {}
     where = folder / CHAT_FILE
@@ -138,7 +138,7 @@ def read_chat(folder: Path, files: Mapping[str, bytes], variables: Mapping[str, 
             found = _named(where, _read_json(where, files[name]).get("chat_template"))
     separate = {"default": CHAT_FILE} | {Path(x).stem: x for x in files if x.startswith(f"{TEMPLATES}/")}
     separate = {name: file for name, file in separate.items() if file in files}
-    if separate:  # as in transformers, files of their own replace what the others say
+    if separate:  # as in transformers, separate files override the others
         where = folder / separate.get("default", next(iter(separate.values())))
         found = {name: _decode(folder / file, files[file]) for name, file in separate.items()}
     if not found:

@@ -1,4 +1,4 @@
-"""The number of tokens that a text has at least, where a tokenizer.json tells it."""
+"""Lower bounds of the tokens of a text, derived from tokenizer.json."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,7 +18,7 @@ def token_bound(engine: Mapping[str, Any], spelled: Mapping[int, bytes]) -> Toke
     added token take the spaces around it.
 
     Args:
-        engine: What tokenizer.json says, with all added tokens.
+        engine: The contents of tokenizer.json, with all added tokens.
         spelled: The bytes of the tokens that are not special.
     """
     added = engine.get("added_tokens") or ()

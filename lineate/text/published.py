@@ -1,4 +1,4 @@
-"""Tokenizers of published checkpoints: tokenizer.json, or the ranks of a tiktoken model; no code of theirs is run."""
+"""Tokenizers of published checkpoints: tokenizer.json, or the ranks of a tiktoken model; their code is never run."""
 
 import hashlib
 import json
@@ -43,8 +43,8 @@ class PublishedTokenizer(Tokenizer):
     """The tokenizer of a published checkpoint, from the contents of its files.
 
     Args:
-        files: The contents of tokenizer.json and the files beside it, by name.
-        where: The folder that they come from, for messages.
+        files: The contents of tokenizer.json and the related files, by name.
+        where: Their folder, for messages.
     """
 
     def __init__(self, files: Mapping[str, bytes], where: str = "the tokenizer") -> None:
@@ -266,7 +266,7 @@ class PublishedTokenizer(Tokenizer):
         return frozenset(found | {vocabulary[text] for text in texts if text in vocabulary})
 
     def _find_start(self, vocabulary: Mapping[str, int], names: Mapping[str, str]) -> tuple[int, ...]:
-        """Return the ids that come before a plain prompt: what add_bos_token says, or else the post-processor."""
+        """Return the ids that come before a plain prompt, according to add_bos_token or else the post-processor."""
         first = vocabulary.get(names.get("bos_token", ""))
         given = self._config.get("add_bos_token")
         if given is not None:
@@ -282,7 +282,7 @@ class PublishedTokenizer(Tokenizer):
         return _content(self._json(MAP_FILE).get(role) if value is None else value)
 
     def _json(self, name: str) -> dict[str, Any]:
-        """Return what a JSON file holds; empty if there is none."""
+        """Return the contents of a JSON file; empty if there is none."""
         if name not in self._files:
             return {}
         try:
@@ -299,7 +299,7 @@ class PublishedTokenizer(Tokenizer):
         return Path(self._where) / name
 
     def _hash(self) -> str:
-        """Return what tells this tokenizer from others: all files that say how texts are encoded."""
+        """Return the identity of this tokenizer: all files that determine the encoding of texts."""
         other = (CHAT_FILE, "chat_template.json")
         found = hashlib.sha256()
         for name in sorted(self._files.keys() & set(TOKENIZER_FILES) - set(other)):
@@ -309,7 +309,7 @@ class PublishedTokenizer(Tokenizer):
 
 @contextmanager
 def _no_panic(where: str) -> Iterator[None]:
-    """Raise ValueError where the tokenizers library panics, which is no Exception and would end a server's thread."""
+    """Raise ValueError where the tokenizers library panics, which is not an Exception and would end a thread."""
     try:
         yield
     except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):

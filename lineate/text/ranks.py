@@ -29,13 +29,13 @@ def engine_from_ranks(tokenizers: Any, file: Path, data: bytes, config: Mapping[
         tokenizers: The library.
         file: The file of ranks, for messages.
         data: Its contents.
-        config: What tokenizer_config.json has.
+        config: The contents of tokenizer_config.json.
     """
     code = config.get("auto_map")
     if not isinstance(code, dict) or KIMI_CODE not in str(code.get("AutoTokenizer")):
         raise CheckpointError(
             f"{file}: expected tokenizer_config.json to name {KIMI_CODE}, got {str(code)!r:.80}; how another model "
-            "cuts texts into pieces only its code says: write tokenizer.json once, in a place where you trust that code"
+            "cuts texts is only defined by its code: write tokenizer.json once, in a place where you trust that code"
         )
     ranks = _read_ranks(file, data)
     vocabulary = {_spelled(token): rank for token, rank in ranks.items()}

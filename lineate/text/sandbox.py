@@ -1,6 +1,6 @@
-"""Runs Jinja templates that nobody has checked: they reach nothing but their variables, and their work is bounded.
+"""Runs untrusted Jinja templates: they can only access their variables, and their work is bounded.
 
-jinja2's sandbox keeps templates from attributes that lead to Python's internals, and from changing what they are given.
+jinja2's sandbox keeps templates from attributes that lead to Python's internals, and from changing their inputs.
 It does not bound time or memory. Here every loop, call, filter, operator, comparison and joined text is charged to an
 allowance before it is carried out, and only functions, filters and methods whose cost is known can be used. When the
 allowance is spent, the template is refused.
@@ -27,14 +27,14 @@ from jinja2.visitor import NodeTransformer
 LONGEST_SOURCE = 2**18
 """The most characters of a template; the longest that are published have some ten thousand."""
 STEPS, STEPS_PER_VALUE = 200_000, 400
-"""The steps that a template may take: so many, and so many more for each value of its variables."""
+"""The steps that a template may take: a constant, and more for each value of its variables."""
 CHARACTERS, CHARACTERS_PER_CHARACTER = 2**23, 64
-"""The characters that a template may handle: so many, and so many more for each character of its variables."""
+"""The characters that a template may handle: a constant, and more for each character of its variables."""
 LONGEST_NUMBER = 4096
 """The most bits of a number."""
 LONGEST_INDENT = 16
 DEEPEST_VALUE = 200
-"""How deep lists, tuples and dictionaries may be nested in what is compared, written or looked up."""
+"""How deep lists, tuples and dictionaries may be nested in values that are compared, written or looked up."""
 
 METHODS: dict[type, frozenset[str]] = {
     str: frozenset((
@@ -49,7 +49,7 @@ METHODS: dict[type, frozenset[str]] = {
 }  # fmt: skip
 """The methods that a template may call."""
 CHEAP_FILTERS = ("length", "count", "first", "last", "default", "d", "items")
-"""Filters that take the same time for any value, or no longer than what follows them."""
+"""Filters whose time is constant, or bounded by that of later operations."""
 FILTERS = (
     *CHEAP_FILTERS, "list", "string", "join", "trim", "upper", "lower", "title", "capitalize", "replace", "reverse",
     "sort", "unique", "map", "select", "reject", "selectattr", "rejectattr", "min", "max", "sum", "int", "float", "abs",
@@ -65,11 +65,11 @@ _DATE = re.compile(r"(?:[^%]|%[-_0^#]?[A-Za-z%])*")
 
 
 class Refused(TemplateError):
-    """The template does what no template may do, or does too much."""
+    """The template does something forbidden, or too much work."""
 
 
 class _Allowance(threading.local):
-    """What the template that runs in this thread may still do."""
+    """The remaining allowance of the template that runs in this thread."""
 
     steps = 0
     characters = 0
@@ -85,7 +85,7 @@ class Environment(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", Generation],
-            optimized=False,  # what is constant would be computed before there is an allowance
+            optimized=False,  # constants would be computed before there is an allowance
             finalize=_finalize,
         )
         self._left = _Allowance()
@@ -127,7 +127,7 @@ class Environment(ImmutableSandboxedEnvironment):
         return True
 
     def weigh(self, value: Any, printed: bool = False) -> Any:
-        """Charge a value with all that it holds, and return it; printed: raise if it is no plain value."""
+        """Charge a value with its contents, and return it; printed: raise if it is not a plain value."""
         level, depth = [value], 0
         while level:
             if depth > DEEPEST_VALUE:
@@ -136,7 +136,7 @@ class Environment(ImmutableSandboxedEnvironment):
         return value
 
     def _weigh_level(self, level: list[Any], printed: bool) -> list[Any]:
-        """Charge values without what they hold, and return what they hold; a shared value comes once for each use."""
+        """Charge values without their contents, and return their contents; a shared value counts once for each use."""
         held: list[Any] = []
         for x in level:
             if isinstance(x, str | bytes):
@@ -157,10 +157,10 @@ class Environment(ImmutableSandboxedEnvironment):
         return held
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Look up a key or an attribute, charged: a tuple's hash takes as long as all that it holds."""
+        """Look up a key or an attribute, charged: a tuple's hash takes time for all its contents."""
         found = super().getitem(obj, self.weigh(argument))
         if not isinstance(obj, str | list | tuple | dict):
-            self.weigh(found)  # filters that read attributes have not weighed what a namespace or a loop holds
+            self.weigh(found)  # filters that read attributes have not charged the contents of a namespace or a loop
         return found
 
     def weigh_slice(self, value: Any) -> Any:
@@ -203,7 +203,7 @@ class Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __function: Any, *args: Any, **options: Any) -> Any:
-        """Call what a template calls, if that is one of our functions, a macro, or a method whose cost is known."""
+        """Call a template's callee if it is a function of this module, a macro, or a method whose cost is known."""
         owner = getattr(__function, "__self__", None)
         if owner is __self:
             return __function(*args)
@@ -298,7 +298,7 @@ class Environment(ImmutableSandboxedEnvironment):
 
 
 class Generation(Extension):
-    """The tag {% generation %}, which marks what an assistant said; its contents are rendered as they are."""
+    """The tag {% generation %}, which marks the text of an assistant; its contents are rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -308,7 +308,7 @@ class Generation(Extension):
 
 
 class _Charging(NodeTransformer):
-    """Adds a charge to all that jinja2 compiles to plain Python: loops, comparisons, slices and joined texts."""
+    """Adds a charge to constructs that jinja2 compiles to plain Python: loops, comparisons, slices and joined texts."""
 
     def _call(self, name: str, line: int, *args: nodes.Expr) -> nodes.Call:
         call = nodes.Call(nodes.EnvironmentAttribute(name), list(args), [], None, None)
@@ -366,7 +366,7 @@ def _check_name(name: Any) -> None:
 
 @pass_context
 def _finalize(context: Any, value: Any) -> Any:
-    """Charge what {{ }} writes, before it becomes text."""
+    """Charge the value that {{ }} writes, before it becomes text."""
     environment: Environment = context.environment
     return environment.weigh(value, True)
 
@@ -384,7 +384,7 @@ def _make_dict(*args: Any, **values: Any) -> dict[Any, Any]:
 
 @pass_environment
 def _sum(environment: Environment, iterable: Any, attribute: str | int | None = None, start: Any = 0) -> Any:
-    """Add numbers; lists are refused, as each addition would copy all that came before."""
+    """Add numbers; lists are refused, because each addition would copy all previous items."""
     if not _is_number(start):
         raise Refused(f"it sums from a {type(start).__name__}, which is no number")
     return do_sum(environment, iterable, attribute, start)

@@ -1,8 +1,8 @@
-"""Keeps special tokens out of what people write in a conversation.
+"""Keeps special tokens out of the messages of a conversation.
 
 A chat template puts messages and special tokens into one text. Where a message spells a special token, or begins one
-that the next message could complete, a mark that occurs nowhere else is put after its first character. In the rendered
-text the marked pieces are encoded as ordinary text, without the mark.
+that the next message could complete, a mark that occurs nowhere else is inserted after its first character. In the
+rendered text the marked pieces are encoded as ordinary text, without the mark.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Any
 from lineate.text.chat import ChatError
 
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Code points that are no characters and mean nothing in any text."""
+"""Code points that are not characters (noncharacters of Unicode)."""
 PART_CHARACTERS = 2**17
 """Characters that are searched at once."""
 
@@ -23,7 +23,7 @@ class Shield:
 
     Args:
         special: The texts of the special tokens.
-        values: The whole conversation, and all else that the template is given.
+        values: The whole conversation, and all other inputs of the template.
     """
 
     def __init__(self, special: Sequence[str], values: Any) -> None:
@@ -65,7 +65,7 @@ class Shield:
             yield plain, False
 
     def _cover_key(self, key: Any) -> Any:
-        """Return a key that spells no special token; names that templates look up, such as "role", stay as they are."""
+        """Return a key that spells no special token; names that templates look up, such as "role", are unchanged."""
         if not isinstance(key, str) or self._pattern is None or (key.isidentifier() and not self._pattern.search(key)):
             return key
         return self._cover_text(key)

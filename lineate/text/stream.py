@@ -1,6 +1,6 @@
-"""Text as it is made: whole characters of the tokens that arrive, and strings at which a text stops.
+"""Text while it is generated: whole characters of the tokens that arrive, and stop strings.
 
-Both hold back only what cannot be shown yet, and take time proportional to what they are given.
+Both hold back only text that cannot be shown yet, and take time proportional to their input.
 """
 
 import codecs
@@ -10,7 +10,7 @@ from lineate.text.base import Tokenizer
 
 
 class Detokenizer:
-    """Turns tokens into text one by one; what it returns, put together, is tokenizer.decode of all of them.
+    """Converts tokens to text one by one; the concatenated results equal tokenizer.decode of all of them.
 
     Bytes of an incomplete character are held back. Bytes that cannot become a character are U+FFFD at once.
 
@@ -89,7 +89,7 @@ class StopStrings:
         return shown, None
 
     def finish(self) -> str:
-        """Return the text that was held back, as no more will come."""
+        """Return the text that was held back, at the end of the input."""
         rest, self._held = self._held, ""
         return rest
 

@@ -1,4 +1,4 @@
-"""Tokenizers of our own: bytes, or byte-level BPE that is trained on the data; and the tokenizer of any folder.
+"""lineate's tokenizers: bytes, or byte-level BPE that is trained on the data; and the tokenizer of any folder.
 
 Decoding gives exactly the encoded text.
 """
@@ -239,7 +239,7 @@ def _train(name: str, size: int, texts: Iterable[str]) -> BPE:
 
 
 def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """Yield the first so many characters of the texts."""
+    """Yield the first characters of the texts, up to a number."""
     for text in texts:
         if characters <= 0:
             return

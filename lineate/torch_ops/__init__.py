@@ -1,1 +1,1 @@
-"""How torch sees our ops: registration, shapes, tracing, precision, operation counts."""
+"""Registration of ops with torch: shapes, tracing, precision, operation counts."""

@@ -154,7 +154,7 @@ def _differentiate(flat, backward, ctx, *gradients):  # type: ignore[no-untyped-
 
 
 def _zeros(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return zeros to read, of the same kind of tensor."""
+    """Return read-only zeros with the properties of a tensor."""
     return read_zeros(shape, dtype, like.device) if type(like) in PLAIN_TENSORS else like.new_zeros(shape, dtype=dtype)
 
 

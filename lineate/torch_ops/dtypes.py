@@ -34,6 +34,6 @@ def parse_dtype(
 
 
 def full_name(name: Any) -> Any:
-    """Return "bfloat16" for "bf16", and so on; any other value is returned as it is."""
+    """Return "bfloat16" for "bf16", and so on; any other value is returned unchanged."""
     known = FLOATING.get(name) if isinstance(name, str) else None
     return name if known is None else str(known).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""Elementwise functions of a decoding step, in bits that do not depend on how many rows there are.
+"""Elementwise functions of a decoding step whose bits do not depend on the number of rows.
 
-On a CPU, torch computes whole vectors of elements with one code and what is left with another, whose last bits differ.
-So an element's bits would depend on its place, and a row's on the rows next to it.
+On a CPU, torch computes whole vectors of elements with one routine and the remainder with another, whose last bits
+differ. So an element's bits would depend on its position, and a row's on the other rows.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from lineate.torch_ops.tracing import is_eager, needs_grad
 VECTORS = 64
 """A multiple of the elements that torch computes at a time on every CPU."""
 MOST = 2**20
-"""More elements are no decoding step."""
+"""The largest number of elements of a decoding step."""
 GRAIN = 2**15
-"""torch uses one thread up to this many elements; above, threads get parts that need not be whole vectors."""
+"""torch uses one thread up to this many elements; above, each thread gets a part that may end within a vector."""
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

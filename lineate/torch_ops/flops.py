@@ -2,8 +2,7 @@
 
 A multiply-add counts as 2. Only the matrix products of plain torch count, whichever backend runs: those of a chunk
 (forms/chunk.py: scores, reads, output, write), or of a token (its reads; the write is no product). The native and the
-triton backend count as torch in its chunks of 64. A backward counts as two forwards; what it computes again does not
-count.
+triton backend count as torch in its chunks of 64. A backward counts as two forwards; recomputation does not count.
 """
 
 import sys
@@ -66,7 +65,7 @@ def announce() -> None:
     at_work = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, counters._FlopCounterMode)]
     registries = [counters.flop_registry, *(mode.counter.flop_registry for mode in at_work)]
     for name, count in _COUNTS.items():
-        packet = getattr(torch.ops.lineate, name, None)  # the kernels may not be imported
+        packet = getattr(torch.ops.lineate, name, None)  # the kernels may not be importable
         if packet is not None and any(packet not in registry for registry in registries):
             formula = _formula(packet, count)
             for registry in registries:

@@ -1,4 +1,4 @@
-"""Makes an eager function one torch op, for graphs that cannot trace it because its sizes depend on tensors' values."""
+"""Wraps an eager function as one torch op, for graphs that cannot trace it because sizes depend on values."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,10 +12,10 @@ from lineate.torch_ops.registrar import declare_op
 def opaque(
     name: str, run: Callable[..., Tensor], fake: Callable[..., Tensor], *, gradients: int
 ) -> Callable[..., Tensor]:
-    """Return run, which goes into compiled graphs as `lineate::<name>`; the graph's backward runs it once more.
+    """Return run, which appears in compiled graphs as `lineate::<name>`; the graph's backward runs it a second time.
 
     run takes and returns annotated tensors and numbers; its first `gradients` arguments, tensors, are differentiated.
-    fake returns an empty tensor of the result's shape. Outside of graphs run is called as it is.
+    fake returns an empty tensor of the result's shape. Outside of graphs run is called directly.
     """
 
     def backward(dout: Tensor, *inputs: object) -> tuple[Tensor, ...]:
@@ -43,5 +43,5 @@ def opaque(
 
 
 def _autograd_inside_an_op() -> AbstractContextManager[None]:
-    """Let autograd record, which torch switches off inside ops."""
+    """Enable autograd, which torch disables inside ops."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)

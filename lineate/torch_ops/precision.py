@@ -18,16 +18,16 @@ R = TypeVar("R")
 def full_precision_backward(run: Callable[P, R]) -> Callable[P, R]:
     """Return run with a first derivative that is as precise inside of torch.autocast as outside.
 
-    run itself switches autocast off (`full_precision`). The backward happens later, perhaps inside of autocast, so the
-    nodes that run made switch it off around themselves. Unless a backward begins inside of autocast, this costs one
-    hook for each result.
+    run itself switches autocast off (`full_precision`). The backward happens later, perhaps inside of autocast, so each
+    autograd node of run switches it off while it runs. Unless a backward begins inside of autocast, this costs one hook
+    for each result.
     """
 
     @wraps(run)
     def wrapped(*args: P.args, **named: P.kwargs) -> R:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or transformed():
             return run(*args, **named)
-        first = torch._C._autograd._get_sequence_nr()  # the first number of the nodes that run makes
+        first = torch._C._autograd._get_sequence_nr()  # the sequence number of the first node that run creates
         result = run(*args, **named)
         _protect_results(result, first, {x.grad_fn for x in _tensors((args, named))})
         return result
@@ -57,7 +57,7 @@ class _Once:
         self.nodes = []
         while waiting:
             node = waiting.pop()
-            # A node with no node before it belongs to a leaf: it outlives the graph, and it only accumulates gradients.
+            # A node without predecessors belongs to a leaf: it outlives the graph and only accumulates gradients.
             if node is None or node in seen or not node.next_functions or node._sequence_nr() < self.first:
                 continue
             seen.add(node)

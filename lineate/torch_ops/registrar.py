@@ -1,7 +1,7 @@
-"""One way to make a torch op: its schema, the shapes of its results, its backward, and a short cut for eager calls.
+"""Registers torch ops: schema, shapes of the results, backward, and a fast path for eager calls.
 
 torch.compile, dispatch modes and autograd see `lineate::<name>` and `lineate::<name>_backward`, and nothing inside
-them. An eager call goes around torch.library, which costs more than the arithmetic of a small call.
+them. An eager call bypasses torch.library, whose overhead exceeds the arithmetic of a small call.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,17 +76,15 @@ def register_op(
         forward: runs the op; its annotations are the schema, unless it is Declared. Tensors come first, then options.
         backward: forward's backward, with a schema of its own.
         fake: returns empty tensors in the shapes of forward's results, from forward's arguments.
-        fake_backward: does so for backward.
+        fake_backward: returns empty tensors in the shapes of backward's results.
         tensors: how many of forward's first arguments are tensors or None.
-        save: called as save(ctx, inputs, output); keeps for the backward what differentiate needs. None keeps all
-            inputs.
+        save: called as save(ctx, inputs, output); saves the tensors that differentiate needs. None saves all inputs.
         differentiate: called as differentiate(run, ctx, *gradients) with run either backward or its op; returns one
             gradient for each of forward's arguments. A gradient that did not arrive is None. None calls
             run(*gradients, *inputs), which returns the gradients of the first inputs; those of absent inputs are
             ignored.
         hidden: the index of a result that has no gradient.
-        keeps: whether forward's last argument is a bool, which the returned function fills in: whether a backward may
-            follow, so that what it needs must be kept.
+        keeps: whether forward's last argument is a bool, set by the returned function: keep what a backward needs.
 
     Returns:
         A function of forward's arguments (without the last one if `keeps`). It runs the op for compilers, modes,
@@ -163,7 +161,7 @@ def _make_function(
 
         @staticmethod
         def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-            # With gradients enabled a second derivative may be wanted, which the op refuses; and vmap can map an op.
+            # With gradients enabled, a second derivative may follow, which the op refuses; and vmap can map an op.
             as_op = torch.is_grad_enabled() or recorded() or any(_is_batched(x) for x in gradients if x is not None)
             if as_op:
                 return differentiate(backward_op, ctx, *gradients)
@@ -173,7 +171,7 @@ def _make_function(
 
 
 def _save_without_zeros(save, ctx, inputs, output):  # type: ignore[no-untyped-def]
-    """Leave gradients that do not arrive None, because zeros may take as much memory as all kept states."""
+    """Keep missing gradients None, because zeros may take as much memory as all kept states."""
     ctx.set_materialize_grads(False)
     save(ctx, inputs, output)
 

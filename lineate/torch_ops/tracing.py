@@ -51,7 +51,7 @@ def recorded() -> bool:
 def is_virtual(x: Tensor) -> bool:
     """Whether the memory of x does not hold its values: a view with a negative bit, or a zero tensor.
 
-    (A conjugate bit needs complex numbers, which nothing here takes.)
+    (A conjugate bit needs complex numbers, which lineate does not support.)
     """
     return x.is_neg() or x._is_zerotensor()
 
@@ -61,7 +61,7 @@ def in_memory(tensors: Iterable[Maybe]) -> list[Maybe]:
 
     torch's dispatcher does this for an op; calls that go around it must. Gradients go through the copies.
     """
-    # This is is_virtual(x), written out because decoding asks it of every tensor.
+    # This is is_virtual(x), inlined because decoding checks every tensor.
     return [x.clone() if x is not None and (x.is_neg() or x._is_zerotensor()) else x for x in tensors]
 
 
@@ -76,7 +76,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def cpu_by_default(run: Callable[P, R]) -> Callable[P, R]:
-    """Return run with the CPU as torch's default device, for programs of our own, such as training.
+    """Return run with the CPU as torch's default device, for lineate's own programs, such as training.
 
     torch's optimisers make tensors without naming a device. Functions that run inside a user's model name their device.
     """

@@ -13,10 +13,10 @@ MOST_SHARED = 2**24
 
 
 def read_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros that nobody may write to: on a GPU, calls share them unless they are many."""
-    shared = device.type == "cuda" and not recorded() and not transformed()  # asked first: a graph is for all sizes
+    """Return read-only zeros; on a GPU, calls share them up to a size."""
+    shared = device.type == "cuda" and not recorded() and not transformed()  # checked first: a graph serves all sizes
     shared = shared and prod(shape) * dtype.itemsize <= MOST_SHARED
-    if shared and not torch.cuda.is_current_stream_capturing():  # what a graph allocates is its own
+    if shared and not torch.cuda.is_current_stream_capturing():  # allocations of a graph belong to the graph
         return _shared_zeros(shape, dtype, device)
     return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -29,7 +29,7 @@ def _shared_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 
 @cache
 def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return so many zeros: powers of two, so that few shapes wait for the device, and a dtype takes 32 MB at most."""
+    """Return n zeros, for n a power of two: few sizes are allocated, and a dtype takes at most 32 MB."""
     zeros = torch.zeros(count, dtype=dtype, device=device)
-    torch.cuda.current_stream(device).synchronize()  # since other streams may read them
+    torch.cuda.current_stream(device).synchronize()  # because other streams may read them
     return zeros

@@ -30,7 +30,7 @@ class Batch:
         """Return the batch on a device; if its memory is pinned, the CPU does not wait for the copy.
 
         Args:
-            device: Where to.
+            device: The target device.
         """
         ids, targets = (x.to(device, non_blocking=x.is_pinned()) for x in (self.ids, self.targets))
         return replace(self, ids=ids, targets=targets, cu_seqlens=copied_bounds(self.cu_seqlens, device))
@@ -62,7 +62,7 @@ class Batch:
 
 
 class Batches:
-    """Batches of consecutive rows: `batch(step)` depends on nothing but the step.
+    """Batches of consecutive rows: `batch(step)` depends only on the step.
 
     The documents of an epoch, in an order drawn from seed and epoch, are concatenated; the epochs form one endless
     stream. Row r of step s has the `length` tokens of the stream from (s rows + r) length on. Every row and every

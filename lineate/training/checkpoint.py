@@ -98,7 +98,7 @@ def _try(work: Callable[[], None], world: World, mine: bool) -> str:
             work()
         except OSError as failure:
             error = failure.strerror or str(failure)
-    world.barrier()  # has a longer timeout than the sum: rank 0 reads all files again
+    world.barrier()  # with a longer timeout than the sum: rank 0 reads all files to verify them
     failures = world.sum_everywhere(torch.tensor(float(bool(error)), device=world.device))
     return (error or "another rank failed") if failures else ""
 
@@ -169,7 +169,7 @@ def load_random_state(path: Path, python: list[Any], device: torch.device) -> No
     Args:
         path: The folder of the checkpoint.
         python: Python's state, as random_state returned it.
-        device: The device whose state is restored beside the CPU's.
+        device: The device whose state is restored in addition to the CPU's.
     """
     file = path / "random.safetensors"
     tensors = read_tensors(file)

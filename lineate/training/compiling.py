@@ -1,4 +1,4 @@
-"""Find out whether torch.compile pays for a run, by timing the gradients of a step with and without it."""
+"""Determines whether torch.compile is worthwhile for a run, by timing the gradients of a step with and without it."""
 
 import time
 
@@ -10,7 +10,7 @@ TIMING_ROUNDS = 3
 
 
 def weigh(learner: Learner) -> str:
-    """Time a step's gradients with and without compiled blocks, and say which is faster; no weight changes."""
+    """Time a step's gradients with and without compiled blocks, and report which is faster; no weight changes."""
     begin = time.monotonic()
     _seconds(learner)
     first = time.monotonic() - begin
@@ -24,14 +24,14 @@ def weigh(learner: Learner) -> str:
 
 
 def verdict(compiled: float, eager: float, first: float) -> str:
-    """Say whether --compile pays.
+    """Report whether --compile is worthwhile.
 
     Args:
         compiled: Seconds for the gradients of a step with compiled blocks.
         eager: Seconds without.
         first: Seconds of the first call, which compiles.
     """
-    found = f"the gradients of a step take {_show(compiled)} compiled, {_show(eager)} as they are"
+    found = f"the gradients of a step take {_show(compiled)} compiled, {_show(eager)} without"
     if compiled >= eager:
         return f"--compile does not pay here: {found}; leave it out"
     steps = first / (eager - compiled)

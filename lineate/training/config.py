@@ -1,4 +1,4 @@
-"""Every option of a training run, with its default and one line on what it does."""
+"""Every option of a training run, with its default and one line of documentation."""
 
 import json
 import math
@@ -82,7 +82,7 @@ class TrainConfig:
     eval_every: int = option(100, "Steps between validation losses; 0: only at the end.")
     eval_batches: int = option(8, "Batches in a validation loss.")
     sample_every: int = option(100, "Steps between samples of text; 0: none.")
-    prompt: str = option("def ", "What the samples start with.")
+    prompt: str = option("def ", "The beginning of the samples.")
     save_every: int = option(100, "Steps between checkpoints; 0: only at the end.")
     keep: int = option(2, "Checkpoints to keep.")
     on_bad_loss: str = option("stop", "When a loss or gradient is not finite: stop, or skip the step.")
@@ -99,7 +99,7 @@ class TrainConfig:
             object.__setattr__(self, "threads", int(self.threads))  # the command line has words
 
     def check(self) -> None:
-        """Raise ValueError for whatever can be found wrong without looking at the data or the device."""
+        """Raise ValueError for every mistake that can be found without the data or the device."""
         for f in fields(self):
             _check_type(f.name, getattr(self, f.name), f.type)
         for name, words in OPTION_VALUES.items():

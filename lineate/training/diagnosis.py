@@ -1,4 +1,4 @@
-"""Find which parameter and which rows of the batch made a loss or a gradient that is not finite."""
+"""Finds the parameter and the rows of the batch that caused a loss or a gradient that is not finite."""
 
 import torch
 import torch.nn.functional as F
@@ -10,12 +10,12 @@ from lineate.training.learner import Learner
 
 
 def diagnose(learner: Learner) -> tuple[str, bool]:
-    """Compute the step again and say what is not finite; all ranks must call it.
+    """Recompute the step and report what is not finite; all ranks must call it.
 
-    The gradients of the failed step cannot tell, since clipping has spread the bad values over all of them.
+    The gradients of the failed step do not show it, because clipping has spread the bad values over all of them.
 
     Returns:
-        A sentence, and whether a parameter's own value is not finite, which skipping the step cannot mend.
+        A sentence, and whether a parameter's own value is not finite, which skipping the step cannot fix.
     """
     learner.gradients()
     names, flags = [], []

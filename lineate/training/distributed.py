@@ -1,6 +1,6 @@
-"""Several processes that train one model: their places, their shared weights, and the sum of their gradients.
+"""Several processes that train one model: their ranks, their shared weights, and the sum of their gradients.
 
-torchrun starts the processes and tells each its place (RANK, WORLD_SIZE, LOCAL_RANK). Without torchrun there is one
+torchrun starts the processes and sets the rank of each (RANK, WORLD_SIZE, LOCAL_RANK). Without torchrun there is one
 process and no process group, and the methods below do nothing. Ranks form a mesh of `data` x `context` x `tensor`:
 ranks with the same place in `data` read segments of the same sequences (context parallelism); others read different
 sequences; ranks that differ in `tensor` alone share one model, and read the same tokens. Every rank holds the gradient
@@ -231,7 +231,7 @@ class World:
 
         Args:
             work: The function to call on rank 0.
-            what: What it does, for the message "rank 0 could not ..." on the other ranks if it fails.
+            what: Its description, for the message "rank 0 could not ..." on the other ranks if it fails.
 
         Returns:
             The result on rank 0, None on the others.
@@ -276,7 +276,7 @@ def on_main(work: Callable[[], ResultT], what: str, group: dist.ProcessGroup | N
 
     Args:
         work: The function to call on rank 0.
-        what: What it does, for the message "rank 0 could not ..." on the other ranks.
+        what: Its description, for the message "rank 0 could not ..." on the other ranks.
         group: The ranks that take part, and whose first one works; all of them if None.
 
     Returns:
@@ -306,7 +306,7 @@ def fully_shard_model(model: ModelT, mesh: DeviceMesh | None) -> ModelT:
     for block in getattr(model, "layers", ()):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    if hasattr(model, "loss_sum"):  # so that it gathers the weights as forward does
+    if hasattr(model, "loss_sum"):  # so that it gathers the weights, as forward does
         register_fsdp_forward_method(model, "loss_sum")
     for module in model.modules():
         if isinstance(module, FSDPModule):

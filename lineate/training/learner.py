@@ -33,7 +33,7 @@ class Learner:
     step: int = 0
     """How many steps are done."""
     _ahead: tuple[int, list[Batch]] = (-1, [])
-    """A step and its micro-batches, which the CPU made while a GPU computed the step before."""
+    """A step and its micro-batches, which the CPU prepared while a GPU computed the previous step."""
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Compute the gradients of the mean loss over this step's tokens, into the parameters' .grad.

@@ -43,10 +43,10 @@ class TrainingStopped(RuntimeError):
 class Trainer(Learner):
     """A run between two steps: a learner with its folder, its reports and its checkpoints.
 
-    With runs_ahead, the CPU queues the gradients of a step before it looks at the loss of the step before, so that the
-    GPU never waits for the CPU. An update is queued so that it changes nothing if the loss or the norm is not finite,
-    and a bad step stops the run or is skipped as it is without. The first step is always waited for, since it makes the
-    optimiser's state, and so are all with an optimiser whose updates cannot be called off.
+    With runs_ahead, the CPU queues the gradients of a step before it reads the loss of the previous step, so that the
+    GPU never waits for the CPU. A queued update changes nothing if the loss or the norm is not finite, and a bad step
+    stops the run or is skipped, as without runs_ahead. The CPU always waits for the first step, which creates the
+    optimiser's state, and for all steps with an optimiser whose updates cannot be skipped on the device.
     """
 
     report: RunReporter
@@ -59,9 +59,9 @@ class Trainer(Learner):
     threads_before: int = 0
     """How many it had before, which close() sets again; 0: nothing to set."""
     looked: int = 0
-    """The last step after which the validation loss and the sample, if due, were made."""
+    """The last step after which the validation loss and the sample, if due, were computed."""
     saved: int = 0
-    """The step of the newest checkpoint, from which a resumed run would go on."""
+    """The step of the newest checkpoint, from which a resumed run would continue."""
     position: int = 0
     """Size of metrics.jsonl, in bytes, when that checkpoint was saved."""
     best: float | None = None
@@ -69,11 +69,11 @@ class Trainer(Learner):
     skipped: int = 0
     """How many steps in a row, up to this one, were bad."""
     runs_ahead: bool = False
-    """Whether train_step leaves the look at its loss to the next one, or to settle."""
+    """Whether train_step leaves reading its loss to the next one, or to settle."""
     signals: Signals = field(default_factory=Signals)
     _unseen: Unseen | None = None
     _since: float = 0.0
-    """When the last step was looked at, or the first one after a pause began."""
+    """When the loss of the last step was read, or the first step after a pause began."""
 
     def begin(self) -> None:
         """Save the configuration and the tokenizer, open the metrics, and print what the run will do."""
@@ -151,7 +151,7 @@ class Trainer(Learner):
             group["lr"] = lr
         numbers, tokens = self._loss_and_norm()
         if not self.settle():
-            numbers, tokens = self._loss_and_norm()  # again, as the look at a bad step has overwritten the gradients
+            numbers, tokens = self._loss_and_norm()  # again: the diagnosis has overwritten the gradients
         ahead = self.runs_ahead and bool(self.optimizer.state) and can_be_called_off(self.optimizer)
         if ahead:
             self.optimizer.found_inf = (~numbers.isfinite().all()).float()  # type: ignore[attr-defined]
@@ -165,7 +165,7 @@ class Trainer(Learner):
             self.settle()
 
     def settle(self) -> bool:
-        """Look at the loss of the last step, unless that is done, and report it.
+        """Read the loss of the last step, unless that is done, and report it.
 
         Returns:
             False if it was bad and was skipped; then the parameters' .grad are no longer those of a later step.
@@ -195,7 +195,7 @@ class Trainer(Learner):
         self.report.step(step, seen.loss, unseen.lr, tokens, seconds)
 
     def _report_unseen(self) -> None:
-        """Report the last step if nobody has looked at it, without diagnosis: the run ends with another error."""
+        """Report the last step if its loss has not been read, without diagnosis: the run ends with another error."""
         if self._unseen is None:
             return
         unseen, self._unseen = self._unseen, None
@@ -247,7 +247,7 @@ class Trainer(Learner):
         self.tokenizer.save(folder)
 
     def _bad_step(self, what: str) -> None:
-        """Say what is not finite; then stop the run, or skip this step."""
+        """Report what is not finite; then stop the run, or skip this step."""
         with self.signals.stoppable():
             where, values = diagnose(self)
         message = f"{what} is not finite at step {self.step + 1}; {where}"

@@ -177,7 +177,7 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 def _unless(bad: Tensor | None, factor: float, instead: float, dtype: torch.dtype) -> Any:
-    """Return a factor for tensors of a dtype, or what is to be there instead if `bad`, with one element, is true."""
+    """Return a factor for tensors of a dtype, or its replacement if `bad`, with one element, is true."""
     if bad is None:
         return factor
     wide = torch.promote_types(dtype, torch.float32)

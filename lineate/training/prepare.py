@@ -66,7 +66,7 @@ def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
     """Return a run that is ready to train, or raise ValueError or OSError with the reason why there is none.
 
     The run's folder is locked before it is checked, so that no other process can use it. A run that cannot be prepared
-    leaves the folder as it was.
+    leaves the folder unchanged.
 
     Args:
         config: The options of the run.
@@ -91,7 +91,7 @@ def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
     def take() -> None:
         """Lock the run's folder."""
         report.lock()
-        check_folder(out, resume)  # again under the lock, as another process may have changed it
+        check_folder(out, resume)  # checked a second time under the lock, because another process may have changed it
         if (why := folders.why_not_writable(out)) is not None:
             raise ValueError(f"out must be a folder that can be written, got {out} ({why})")
 
@@ -124,7 +124,7 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: RunReporte
     threads = set_threads(config, _sizes(config, saved).hidden_size, kept, world, report)
     tokenizer = _tokenizer(config, saved, world)
     _check_prompt(config.prompt, tokenizer)
-    store = world.on_main(  # rank 0 makes the file, and the others open it
+    store = world.on_main(  # rank 0 writes the file, and the others open it
         lambda: TokenStore.open_or_make(config.data, tokenizer, config.cache, report.say), "prepare the data"
     )
     if store is None:

@@ -248,7 +248,7 @@ def need_tensorboard() -> None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl; raise ValueError if one is not what a run writes.
+    """Return the lines of metrics.jsonl; raise ValueError if one was not written by a run.
 
     Args:
         folder: The run's folder.

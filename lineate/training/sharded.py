@@ -81,7 +81,7 @@ def load_distributed(
     options: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Read what save_distributed wrote, on any number of ranks, into a model and its optimizer; all ranks must call it.
+    """Read a checkpoint of save_distributed, on any number of ranks, into a model and its optimizer, on all ranks.
 
     Args:
         folder: The folder that was saved.
@@ -108,7 +108,7 @@ def load_distributed(
         if names != saved:
             raise CheckpointError(
                 f"{path}: expected an optimizer with {len(names)} groups of {[len(x) for x in names]} parameters, got "
-                f"{len(saved)} of {[len(x) for x in saved]}; make the optimizer as it was when the checkpoint was saved"
+                f"{len(saved)} of {[len(x) for x in saved]}; create the same optimizer as when the checkpoint was saved"
             )
         for name, (shape, dtype) in found.items():
             if name.startswith("optimizer."):
@@ -169,7 +169,7 @@ def _unpack(
     parameters: dict[str, nn.Parameter],
     options: bool,
 ) -> None:
-    """Fill the optimizer with what was read."""
+    """Fill the optimizer with the values of the checkpoint."""
     optimizer.state.clear()
     for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
         if options:

@@ -16,7 +16,7 @@ from lineate.console.names import user_path
 from lineate.console.terminal import printable
 
 MessageCallback = Callable[[str], None]
-"""Is called with a line of text to show."""
+"""Called with a line of text to show."""
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
 """The files of a folder that are read; a file that is named itself may have any suffix."""
 _REMEDY = "give 'stdlib', a file, a folder or 'hf:NAME[:SPLIT[:CONFIG]]'"
@@ -63,7 +63,7 @@ def fingerprint(data: Sequence[str]) -> str:
 
 
 def _sources(data: Sequence[str]) -> list[tuple[str, list[Path]]]:
-    """Return each name with its files (none for a dataset); raise for what is wrong without reading the files."""
+    """Return each name with its files (none for a dataset); raise for mistakes found without reading the files."""
     if isinstance(data, str):
         raise TypeError(f"data must be a sequence of names, got the string {data!r}; use ({data!r},)")
     if not data:

@@ -25,13 +25,13 @@ class Interrupted(BaseException):
 
 
 class Signals:
-    """What SIGINT and SIGTERM do while a run listens.
+    """The handling of SIGINT and SIGTERM while a run listens.
 
     The first signal raises Interrupted inside stoppable(); anywhere else it is remembered, and the next stoppable()
-    raises. A second signal, at least SAME_REQUEST_SECONDS after the first, does what it did before listen(). If SIGTERM
-    arrives while the main thread is in a call that does not return within `grace` seconds, or arrives again during that
-    call, a watching thread prints why and ends the process. SIGINT always waits for such a call to return, as usual in
-    Python, since the process may belong to a notebook and must survive.
+    raises. A second signal, at least SAME_REQUEST_SECONDS after the first, has its effect from before listen(). If
+    SIGTERM arrives while the main thread is in a call that does not return within `grace` seconds, or arrives again
+    during that call, a watching thread prints why and ends the process. SIGINT always waits for such a call to return,
+    as usual in Python, since the process may belong to a notebook and must survive.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Signals:
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """A context for work that may stop anywhere: it must not change weights or what a checkpoint saves."""
+        """A context for work that may stop anywhere: it must not change weights or other contents of a checkpoint."""
         self._may_raise = True
         try:
             if self._came:

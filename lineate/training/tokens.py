@@ -71,7 +71,7 @@ class TokenView:
     """Documents of a token file: all of them, or one side of a split.
 
     Args:
-        name: What the view is called in messages.
+        name: The view's name in messages.
         tokens: All tokens of the file.
         starts: Where each document begins in the file.
         lengths: How many tokens each document has, end-of-text included.
@@ -96,7 +96,7 @@ class TokenView:
     def unigram_entropy(self) -> float:
         """Return the entropy of the tokens, in nats: the loss of a model that knows only how frequent each token is.
 
-        The first token of a document does not count, as it is never predicted.
+        The first token of a document does not count, because it is never predicted.
         """
         layout = JoinedSpans(self.starts, self.lengths)
         counts = -np.bincount(self.tokens[self.starts], minlength=1 << 16)
@@ -148,7 +148,7 @@ class TokenStore(TokenView):
         except (FileNotFoundError, NotADirectoryError):
             pass
         except DamagedTokenFile as damage:
-            (progress or warn)(f"{path} is damaged ({damage}); making it again")
+            (progress or warn)(f"{path} is damaged ({damage}); rebuilding it")
         report(f"reading {', '.join(data)}")
         make_token_file(path, key, tokenizer, documents(data, progress))
         store = cls.open(path, key)
@@ -157,7 +157,7 @@ class TokenStore(TokenView):
 
     @classmethod
     def open(cls, path: Path, key: str) -> "TokenStore":
-        """Map a token file and verify it; raise DamagedTokenFile if it is not what its header says.
+        """Map a token file and verify it; raise DamagedTokenFile if it does not match its header.
 
         Args:
             path: The file.
@@ -222,7 +222,7 @@ def permutation(n: int, seed: int, stream: int) -> np.ndarray:
     Args:
         n: How many numbers.
         seed: The seed of the run.
-        stream: Tells apart the permutations that one seed is used for.
+        stream: Distinguishes the permutations of one seed.
     """
     key = hashlib.sha256(f"{seed} {stream}".encode()).digest()
     x = np.arange(n, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(int.from_bytes(key[:8], "little"))
@@ -292,7 +292,7 @@ def _write(file: FileIO, folder: Path, key: str, tokenizer: Tokenizer, texts: It
         try:
             while rest:
                 rest = rest[file.write(rest) :]
-        except OSError as error:  # only here: errors in reading the sources have messages of their own
+        except OSError as error:  # only here: errors in reading the sources have their own messages
             raise _cannot_write(folder, error) from error
 
     def sync() -> None:

@@ -1,4 +1,4 @@
-"""A step that was queued on a GPU and whose loss the CPU has not looked at yet."""
+"""A step that was queued on a GPU and whose loss the CPU has not read yet."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Seen:
-    """What the CPU knows of a step once it has looked."""
+    """The numbers of a step after the CPU has read them."""
 
     loss: float
     norm: float
@@ -17,7 +17,7 @@ class Seen:
 
     @property
     def bad(self) -> str | None:
-        """What is not finite, in words; None if the step was good."""
+        """A description of the number that is not finite; None if the step was good."""
         if not math.isfinite(self.loss):
             return f"the loss ({self.loss})"
         return None if math.isfinite(self.norm) else f"the norm of the gradients ({self.norm})"

@@ -1,4 +1,4 @@
-"""How a connection is read before a request is there: heads must arrive in time, and what is no HTTP gets an error."""
+"""Connections before a request has arrived: heads must arrive in time, and data that is not HTTP gets an error."""
 
 import asyncio
 import json
@@ -28,15 +28,15 @@ class Connection(H11Protocol):
         self._wait()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; those of a head do not prolong the time that it has."""
+        """Receive bytes; bytes of a head do not extend its deadline."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
-            self._stop_waiting()  # the head is there; the body has a limit of its own
+            self._stop_waiting()  # the head is complete; the body has its own limit
         elif self._waiting is None:
             self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timer."""
+        """Cancel the timer."""
         self._stop_waiting()
         super().connection_lost(exc)
 
@@ -48,14 +48,14 @@ class Connection(H11Protocol):
             self._wait()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, in the shape of all other errors."""
+        """Answer data that is not HTTP with an error in the shape of all other errors."""
         body = json.dumps(invalid(None, NOT_HTTP, "invalid_http").body).encode()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
         ]
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise an answer is on its way already
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise an answer is already being sent
             for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

@@ -1,6 +1,6 @@
 """Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
 
-A message names the field, what was expected and what came. It never has a path of the server or a stack trace.
+A message names the field, the expected value and the given one. It never has a path of the server or a stack trace.
 """
 
 from typing import Any
@@ -51,12 +51,12 @@ def invalid(param: str | None, message: str, code: str | None = None) -> ApiErro
 
 
 def too_long(message: str, param: str | None) -> ApiError:
-    """Return the error of a prompt that does not fit with the tokens that it asks for."""
+    """Return the error of a prompt that does not fit together with the requested tokens."""
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def queue_full(seconds: int) -> ApiError:
-    """Return the error of a request that came while as many wait as may wait."""
+    """Return the error of a request that arrives while the queue is full."""
     message = f"the queue is full; try again after {seconds} s"
     return ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", retry_after=seconds)
 
@@ -72,5 +72,5 @@ def shutting_down(message: str) -> ApiError:
 
 
 def internal(request_id: str) -> ApiError:
-    """Return the error of our own faults: the log has the reason under this id, the client does not."""
+    """Return the error of an internal failure: only the log has the reason, under this id."""
     return ApiError(500, f"the server failed to answer request {request_id}", SERVER, code="internal_error")

@@ -1,4 +1,4 @@
-"""Read a JSON body field by field; each error names the field, what was expected and what came."""
+"""Read a JSON body field by field; each error names the field, the expected value and the given one."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def _reason(error: ValueError) -> str:
 
 
 def _check_depth(value: Any) -> None:
-    """Refuse deep nesting, which would exhaust the stack of code that walks it; this walk uses no recursion."""
+    """Refuse deep nesting, which would exhaust the stack of recursive code; this check uses no recursion."""
     level = [value]
     for _ in range(DEEPEST):
         level = [
@@ -56,7 +56,7 @@ def shown(value: Any) -> str:
 
 
 def _beginning(value: Any, parts: Iterator[int]) -> Any:
-    """Return the first parts of a value; where any are left out, the rest is still longer than a message repeats."""
+    """Return the first parts of a value, truncated only where the rest is longer than a message shows."""
     if isinstance(value, str):
         return value[:LONGEST_GOT]
     if isinstance(value, list):
@@ -67,7 +67,7 @@ def _beginning(value: Any, parts: Iterator[int]) -> Any:
 
 
 class Fields:
-    """The fields of one JSON object; a missing field and null are alike.
+    """The fields of one JSON object; a missing field and null are equivalent.
 
     Args:
         value: The object.
@@ -89,7 +89,7 @@ class Fields:
         return invalid(path, f"{path} must be {expected}, got {shown(self.value.get(name))}", "invalid_value")
 
     def take(self, name: str) -> Any:
-        """Return the field as it is; None if it is missing."""
+        """Return the field's value; None if it is missing."""
         self._read.add(name)
         return self.value.get(name)
 
@@ -132,7 +132,7 @@ class Fields:
         return found
 
     def text(self, name: str, most: int = 2**31) -> str | None:
-        """Return a string of at most so many characters, or None."""
+        """Return a string of at most `most` characters, or None."""
         found = self.take(name)
         if found is None:
             return None
@@ -162,7 +162,7 @@ class Fields:
         return found
 
     def items(self, name: str, most: int) -> list[Any] | None:
-        """Return a list of at most so many items, or None."""
+        """Return a list of at most `most` items, or None."""
         found = self.take(name)
         if found is None:
             return None
@@ -194,18 +194,18 @@ class Fields:
         return Fields(found, self.path(name))
 
     def ignore(self, *names: str) -> None:
-        """Accept fields that change nothing here."""
+        """Accept fields that have no effect here."""
         self._read.update(names)
 
     def refuse(self, names: Sequence[str], why: str) -> None:
-        """Refuse fields of OpenAI's whose meaning this server cannot serve."""
+        """Refuse fields of OpenAI's API that this server does not support."""
         for name in names:
             if self.take(name) is not None:
                 raise invalid(self.path(name), f"{self.path(name)} is not supported: {why}", "unsupported_parameter")
 
     @property
     def unread(self) -> list[tuple[str, Any]]:
-        """The fields that were not read, and their values; null says nothing, whatever the field is."""
+        """The fields that were not read, and their values, without those that are null."""
         return [(name, value) for name, value in self.value.items() if name not in self._read and value is not None]
 
     def finish(self) -> None:

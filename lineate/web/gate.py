@@ -1,4 +1,4 @@
-"""What every request passes: the host it names, its key, whether the server takes requests; and how it is counted."""
+"""The checks of every request (host name, key, whether the server accepts requests) and its counting."""
 
 import asyncio
 import hashlib
@@ -23,7 +23,7 @@ REMEDY = "lineate serve --allow-host NAME"
 
 
 class Counting(Protocol):
-    """What counts the answers."""
+    """The interface of a counter of answers."""
 
     def count(self, route: str, status: int) -> None:
         """Count an answer."""
@@ -31,7 +31,7 @@ class Counting(Protocol):
 
 
 class Traffic:
-    """The requests that are being answered, and whether new ones are taken."""
+    """The requests that are being answered, and whether new ones are accepted."""
 
     def __init__(self) -> None:
         self.draining = False
@@ -44,7 +44,7 @@ class Traffic:
             await self._idle.wait_for(lambda: self.active == 0)
 
     async def change(self, by: int) -> None:
-        """Count a request that begins, or ends."""
+        """Count a request that begins or ends."""
         async with self._idle:
             self.active += by
             self._idle.notify_all()
@@ -77,11 +77,11 @@ class Gate:
 
     Args:
         app: The application behind it.
-        traffic: Counts what is being answered.
-        metrics: Counts what was answered.
-        hosts: Names by which the server may be called; any if there are none.
+        traffic: Counts the requests that are being answered.
+        metrics: Counts the answers.
+        hosts: Host names that requests may use; any if there are none.
         most: Requests that are answered at once.
-        remedy: How the server is told to allow another name.
+        remedy: The option that allows another name, for the message.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Gate:
     def _check(self, scope: Scope, counted: bool) -> None:
         """Raise ApiError if the request cannot be taken."""
         if self._hosts:
-            # A page of another site whose name leads to this machine sends that name.
+            # Against DNS rebinding: a page of a site whose name resolves to this machine sends that name.
             given = Request(scope).headers.get("host", "")
             try:
                 name = urlsplit(f"//{given}").hostname or ""
@@ -150,5 +150,5 @@ class Gate:
 
 
 def _route(scope: Scope) -> str:
-    """Return the route of a request, as few different words as there are routes."""
+    """Return the route of a request: one label for all requests of a route."""
     return getattr(scope.get("route"), "path", None) or "other"

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 FREE_BYTES = 256 * 2**10
 """Bytes of each body that are received without a limit."""
 BYTES_PER_SECOND = 16 * 2**20
-"""Bytes of all bodies together, beyond the first of each, that are received in a second. Receiving and decoding them
+"""Bytes per second of all bodies together, beyond the first bytes of each. Receiving and decoding them
 takes the event loop and the interpreter's lock, which answers need: without a limit, 20 clients that send 8 MB each in
 a loop made a chat ten times as slow."""
 

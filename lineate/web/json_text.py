@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _LINE_ENDS = {ord(x): f"\\u{ord(x):04x}" for x in "\x85\u2028\u2029"}
-"""What ends a line for Python's splitlines, by which httpx cuts a stream into events; JSON may escape any character."""
+"""Line ends of Python's splitlines, by which httpx cuts a stream into events; JSON may escape any character."""
 
 
 def dump(value: Any) -> str:

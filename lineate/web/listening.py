@@ -1,11 +1,11 @@
-"""Where a server listens, and the names by which it may be called."""
+"""The address that a server listens at, and the host names that it accepts."""
 
 import ipaddress
 import socket
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Take an address, so that one that is taken is noticed before a model is loaded; clients cannot connect yet.
+    """Bind an address without accepting connections, so that an occupied one is detected before a model is loaded.
 
     Args:
         host: A name or an address of this machine.
@@ -28,7 +28,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def allowed_hosts(host: str, more: tuple[str, ...] = ()) -> frozenset[str]:
-    """Return the names by which a server may be called; any if it listens to other machines and none was named.
+    """Return the host names that a server accepts; any if it listens to other machines and none was given.
 
     Args:
         host: The name or address that the server listens at.

@@ -1,4 +1,4 @@
-"""Counts for Prometheus: requests by status, times, tokens, and what the engine and its cache say at the moment."""
+"""Counts for Prometheus: requests by status, times, tokens, and the current numbers of the engine and its cache."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ COUNTED = frozenset({
     "steps", "prompt_tokens", "cached_tokens", "read_tokens", "reread_tokens", "new_tokens", "guesses", "right_guesses",
     "finished", "hits", "misses", "hit_tokens", "kept", "refused", "evictions", "spilled", "restored",
 })  # fmt: skip
-"""The numbers of the engine and the cache that only grow; all others go up and down, such as files on disk."""
+"""The monotonic numbers of the engine and the cache; all others are gauges, such as files on disk."""
 
 Stats = Callable[[], Mapping[str, Mapping[str, Any]]]
 
@@ -23,7 +23,7 @@ class Metrics:
     """The counts of one server, in a registry of its own.
 
     Args:
-        stats: Returns what the engine ("engine") and the cache ("cache") say now, as numbers by name.
+        stats: Returns the current numbers of the engine ("engine") and of the cache ("cache") by name.
     """
 
     def __init__(self, stats: Stats) -> None:
@@ -54,7 +54,7 @@ class Metrics:
         self.requests.labels(route, str(status)).inc()
 
     def generated(self, usage: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Count what a request took, from its usage objects."""
+        """Count the tokens and times of a request, from its usage objects."""
         self.tokens.labels("prompt").inc(usage["prompt_tokens"])
         self.tokens.labels("cached").inc(own["cached_tokens"])
         self.tokens.labels("generated").inc(usage["completion_tokens"])
@@ -70,7 +70,7 @@ class Metrics:
 
 
 class _Now(Collector):
-    """Asks for the engine's numbers when Prometheus does."""
+    """A collector that reads the engine's numbers when Prometheus scrapes."""
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats

@@ -1,4 +1,4 @@
-"""The files of pages: those of a page's own folder, and those that all pages share."""
+"""The files of pages: those of a page's own folder and those that all pages share."""
 
 from os import PathLike
 from pathlib import Path
@@ -10,7 +10,7 @@ SHARED = Path(__file__).with_name("page")
 
 
 class PageFiles(StaticFiles):
-    """Serves the files of one folder, and behind them those that all pages share.
+    """Serves the files of one folder, then those that all pages share.
 
     Args:
         folder: The folder of the page.

@@ -1,4 +1,4 @@
-"""Answers that notice when their client leaves: server-sent events, and values that take long to make."""
+"""Responses that detect when their client disconnects: server-sent events, and values that take long to compute."""
 
 import asyncio
 import logging
@@ -19,20 +19,20 @@ from lineate.web.limits import Limits
 LOG = logging.getLogger("lineate.serving")
 DONE = "data: [DONE]\n\n"
 HEARTBEAT = ": still working\n\n"
-"""A comment, which clients skip."""
+"""A comment of an event stream, which clients skip."""
 GONE = 499
-"""The status that counts an answer whose client has left; nobody receives it."""
+"""The status in the metrics of an answer whose client has disconnected; it is never sent."""
 Made = TypeVar("Made")
 
 
 async def answer_api_error(request: Request, error: Exception) -> Response:
-    """Answer what a route has refused."""
+    """Answer with the error that a route has raised."""
     assert isinstance(error, ApiError)
     return answer(error.body, error.status, error.headers)
 
 
 def answer_http_error(request: Request, error: Exception, code: str | None = None) -> Response:
-    """Answer what has no route, or not this method; the error has this code."""
+    """Answer a request without a route, or with a wrong method, with this code."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {shown(request.url.path)}"
     message = {404: f"there is no {what}", 405: f"{what} is not allowed"}.get(error.status_code, str(error.detail))
@@ -45,7 +45,7 @@ async def read_body(request: Request, limits: Limits, intake: Intake | None = No
 
     Args:
         request: The request.
-        limits: Its bytes, and the seconds in which they must arrive, those that the intake waits not counted.
+        limits: Its bytes, and the seconds in which they must arrive, without the waiting time of the intake.
         intake: Limits the rate of all bodies together; None: there is no limit.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -77,7 +77,7 @@ async def read_body(request: Request, limits: Limits, intake: Intake | None = No
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Made]) -> Made | None:
-    """Return what the work makes, or None as soon as the client has left; the work is cancelled then."""
+    """Return the result of the work, or None if the client disconnects first, which cancels the work."""
     making = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(receive))
     try:
@@ -90,7 +90,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Made]) -> Made
 
 
 async def _left(receive: Receive) -> None:
-    """Return when the client has left."""
+    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -100,8 +100,8 @@ class EventStream(Response):
 
     Args:
         values: The values.
-        limits: How long a client may take nothing.
-        close: Called at the end, however it comes: it frees what the values are made from.
+        limits: The timeout of a client that reads nothing.
+        close: Called at the end in every case: it frees the source of the values.
         headers: More headers.
     """
 

@@ -367,7 +367,7 @@ def test_the_builtin_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     weights = builtin.builtin_folder() / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     builtin.builtin_model(said.append)
-    assert "is damaged and is made again" in said[1] and said[2].startswith("training")
+    assert "is damaged and is trained again" in said[1] and said[2].startswith("training")
     monkeypatch.setattr("lineate.__version__", "99.0")
     builtin.builtin_model(said.append)
     assert said[3].startswith("training") and len(list((tmp_path / "builtin").iterdir())) == 2

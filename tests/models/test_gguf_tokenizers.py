@@ -96,7 +96,7 @@ def test_one_of_another_kind_is_read_from_beside(change, made, tmp_path):
     keys = {key: value for key, value in (keys_of(folder) | change).items() if value is not None}
     file = gguf_files.write(tmp_path / "model.gguf", folder, tokens=keys)
     assert not has_tokenizer(file)
-    with pytest.raises(ValueError, match=r"model\.gguf: tokenizer\.ggml\.model must be gpt2 and .*beside the file"):
+    with pytest.raises(ValueError, match=r"model\.gguf: tokenizer\.ggml\.model must be gpt2 and .*next to the file"):
         load_tokenizer(file)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")

@@ -374,7 +374,7 @@ CASES = {
         index(json.dumps({"weight_map": {f"x{i}": f"{i}.safetensors" for i in range(5000)}})),
         r"\.safetensors, \.\.\.; f",
     ),
-    "shards elsewhere": (index('{"weight_map": {"x": "../../x.safetensors"}}'), "names of files beside it, got"),
+    "shards elsewhere": (index('{"weight_map": {"x": "../../x.safetensors"}}'), "names of files next to it, got"),
     "shards, numbers": (index('{"weight_map": {"x": 5}}'), "expected a weight_map of tensor names to files"),
     "shards, nothing": (index('{"weight_map": {}}'), UNFIT),
     "shards twice": (index('{"weight_map": {"x": "a", "x": "b"}}'), "'x' stands there twice"),

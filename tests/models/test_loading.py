@@ -209,7 +209,7 @@ def test_index_and_shards_must_agree(shards):
     with pytest.raises(CheckpointError, match=r"places x1 in model-00001-of-00003.safetensors, which does not have it"):
         Checkpoint.open(shards)
     change_index(shards, x1="../elsewhere.safetensors")
-    with pytest.raises(CheckpointError, match="names of files beside it"):
+    with pytest.raises(CheckpointError, match="names of files next to it"):
         Checkpoint.open(shards)
     (shards / "model.safetensors.index.json").write_text('{"weight_map": 3}')
     with pytest.raises(CheckpointError, match="expected a weight_map"):

@@ -288,7 +288,7 @@ def test_teaching_has_the_ratio_of_the_pattern(model):
 
 def test_teaching_of_one_kind_of_layer_says_that_the_ratio_is_an_example():
     shown = " ".join(plan("--pattern", "A", "--teaching").stdout.split())
-    assert "The pattern A has one kind of layer; the hybrid beside it is an example of 3:1." in shown
+    assert "The pattern A has one kind of layer; the hybrid next to it is an example of 3:1." in shown
 
 
 @pytest.mark.cover

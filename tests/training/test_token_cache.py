@@ -131,7 +131,7 @@ def test_damage_is_seen_and_mended(data, tmp_path, damage, why):
     TokenStore.open_or_make(data, made, tmp_path, said.append)
     assert path.read_bytes() == raw
     assert len(said) == 3
-    assert re.search(rf"is damaged \(.*{why}.*\); making it again", said[0])
+    assert re.search(rf"is damaged \(.*{why}.*\); rebuilding it", said[0])
     path.write_bytes(damage(raw))
     with pytest.warns(UserWarning, match=why):
         TokenStore.open_or_make(data, made, tmp_path)

@@ -332,10 +332,10 @@ def test_two_runs_are_the_same_to_the_bit_and_seeds_differ(tmp_path: Path) -> No
 
 def test_whether_compiling_pays_is_said() -> None:
     assert verdict(0.110, 0.096, 12.0) == (
-        "--compile does not pay here: the gradients of a step take 110 ms compiled, 96 ms as they are; leave it out"
+        "--compile does not pay here: the gradients of a step take 110 ms compiled, 96 ms without; leave it out"
     )
     assert verdict(1.5, 2.0, 30.0) == (
-        "--compile pays after 60 steps: the gradients of a step take 1.5 s compiled, 2.0 s as they are; "
+        "--compile pays after 60 steps: the gradients of a step take 1.5 s compiled, 2.0 s without; "
         "compiling took 30.0 s"
     )
 

@@ -1,1 +1,1 @@
-"""A local page on which memories are written, corrected and asked by hand, and models are planned."""
+"""A local page for writing, correcting and querying memories by hand, and for planning models."""

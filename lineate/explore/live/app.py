@@ -1,4 +1,4 @@
-"""The application of `lineate explore`: a page, what it may ask for, and one endpoint for each view."""
+"""The application of `lineate explore`: a page, its limits, and one endpoint for each view."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -33,14 +33,14 @@ LIMITS = Limits(body_bytes=64 * 2**10, requests=16)
 """The longest list of steps has a quarter of these bytes."""
 REMEDY = "lineate explore --allow-host NAME"
 TEXT = "for value in values:\n    total += value"
-"""What a model reads at first."""
+"""The initial text of a model."""
 
 
 def make_app(hosts: frozenset[str] = frozenset(), models: Models | None = None) -> FastAPI:
-    """Return the application; between requests it keeps only models and what they computed last.
+    """Return the application; between requests it keeps only models and their last results.
 
     Args:
-        hosts: Names by which the server may be called; any if there are none.
+        hosts: Host names that requests may use; any if there are none.
         models: The models of the view "Model"; None: the built-in ones.
     """
     app = make_views(models or Models())
@@ -51,7 +51,7 @@ def make_app(hosts: frozenset[str] = frozenset(), models: Models | None = None) 
 
 
 def make_views(models: Models) -> FastAPI:
-    """Return the page and its endpoints alone, for an application that has a gate of its own.
+    """Return the page and its endpoints without a gate, for an application that has its own.
 
     Args:
         models: The models of the view "Model".
@@ -89,7 +89,7 @@ VIEWS: dict[str, View] = {
     "model": lambda body, models: model_view.run_model(model_view.read_request(body, models, step=False)),
     "model/step": lambda body, models: model_view.run_step(model_view.read_request(body, models, step=True)),
 }
-"""What each endpoint below /api/ computes from a body."""
+"""The function of each endpoint below /api/."""
 
 
 def _endpoint(run: View, models: Models) -> Callable[[Request], Awaitable[Response]]:
@@ -103,7 +103,7 @@ def _endpoint(run: View, models: Models) -> Callable[[Request], Awaitable[Respon
 
 
 def describe(models: Models) -> dict[str, Any]:
-    """Return what the page offers: rules, mixers, presets, machines, models, and the limits of each field.
+    """Return the choices of the page: rules, mixers, presets, machines, models, and the limits of each field.
 
     Args:
         models: The models of the view "Model".
@@ -141,7 +141,7 @@ def describe(models: Models) -> dict[str, Any]:
 
 
 def _rule(name: str) -> dict[str, Any]:
-    """Return how the page names and draws a rule, and which gates move it."""
+    """Return the name, colour and gates of a rule for the page."""
     kind, row = kind_named(name), rule_named(name)
     return {
         "name": name, "letter": kind.letter, "label": kind.label, "short": narrow_label_of(name),

@@ -1,4 +1,4 @@
-"""A model beside which another one runs, with the same weights and a change: a gate open, or another rule in a layer.
+"""Changed copies of a model with the same weights: a gate open, or another rule in a layer.
 
 The copy shares every tensor with the model. Its modules are its own, so that hooks and changes never reach the model,
 which may be generating text for others at the same time.
@@ -24,15 +24,15 @@ from lineate.models import HybridLM
 
 DECAY, WRITE, OUTPUT = "decay", "write", "output"
 GATES = (DECAY, WRITE, OUTPUT)
-"""The gates of a layer: what it keeps, how much it writes (beta), and what of its output goes on."""
+"""The gates of a layer: the decay, the write strength (beta) and the output gate."""
 SOFTMAX = "softmax_attention"
 OPEN = {"sigmoid": 40.0, "silu": 1.2784645427610738, "none": 0.0}
-"""What a gate of this activation is given to multiply by 1; without a gate nobody reads it."""
+"""The input with which a gate of this activation multiplies by 1; unused without a gate."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is changed in one layer."""
+    """The changes of one layer."""
 
     rule: str | None = None
     """The rule that runs in place of the layer's own, on the same q, k, v and gates; None: its own."""
@@ -40,10 +40,10 @@ class Change:
     """The gates that are open: nothing is forgotten, every token writes with rate 1, the whole output goes on."""
 
     def of(self, found: Trace) -> Trace:
-        """Return what the changed layer gives its rule; for softmax attention the tokens stay as they are.
+        """Return the inputs of the changed layer's rule; for softmax attention they are unchanged.
 
         Args:
-            found: What the layer gives its own rule.
+            found: The inputs of the layer's own rule.
         """
         if self.rule is not None and self.rule != SOFTMAX:
             found = found.under(self.rule)
@@ -59,7 +59,7 @@ def gates_of(mixer: nn.Module, found: Trace | None) -> list[str]:
 
     Args:
         mixer: The layer's mixer.
-        found: What it gives its rule on some text; None: it has no picture.
+        found: The inputs of its rule on a text; None: it has no picture.
     """
     if found is None or not isinstance(mixer, LinearMixer):
         return []
@@ -71,7 +71,7 @@ def beside(model: HybridLM, changes: Mapping[int, Change] | None = None) -> Hybr
     """Return a copy of a model that shares its tensors, with these layers changed.
 
     Args:
-        model: The model, which stays as it is.
+        model: The model, which is not changed.
         changes: The changes by layer; those layers have a LinearMixer.
     """
     own = _shallow(model)
@@ -110,7 +110,7 @@ def _changed_forward(
 
 
 def _read(change: Change, found: Trace) -> Tensor:
-    """Return what the rule of a changed layer reads, `t hv v`."""
+    """Return the output of the rule of a changed layer, `t hv v`."""
     if change.rule != SOFTMAX:
         changed = change.of(found)
         output = run_rule(changed)[0]
@@ -123,10 +123,10 @@ def _read(change: Change, found: Trace) -> Tensor:
 
 @dataclass(frozen=True)
 class Softmax:
-    """What one layer of softmax attention has on a text."""
+    """The attention weights and the cache of one layer of softmax attention on a text."""
 
     weights: Tensor
-    """`heads t t`: with what weight each token reads each value."""
+    """`heads t t`: the weight with which each token reads each value."""
     keys: Tensor
     """`kv t k`."""
     values: Tensor
@@ -141,7 +141,7 @@ def softmax_of(mixer: nn.Module, x: Tensor) -> Softmax | None:
 
     Args:
         mixer: The mixer.
-        x: What it reads.
+        x: Its input.
     """
     with _Watch() as watch:
         mixer(x)
@@ -152,7 +152,7 @@ def softmax_of(mixer: nn.Module, x: Tensor) -> Softmax | None:
 
 
 class _Watch(TorchFunctionMode):
-    """Notes the weights, keys and values of each softmax attention that this thread computes inside."""
+    """Records the weights, keys and values of each softmax attention that this thread computes inside."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,12 +25,12 @@ class ExploreArguments:
     """The options of `lineate explore`."""
 
     model: str | None = argument(
-        "Model to look at: folder of a checkpoint or a run, hub name or preset; none: built-in ones.", "[MODEL]", None
+        "Model to show: folder of a checkpoint or a run, hub name or preset; none: built-in ones.", "[MODEL]", None
     )
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0: every address of this machine.")
     port: int = option(8100, "Port to listen at; 0: a free one.", least=0, most=65535)
     browser: bool = option(True, "Open the page in a browser.", "--browser/--no-browser")
-    allow_host: str | None = option(None, "More names by which the page may be called, with commas between.")
+    allow_host: str | None = option(None, "More host names of the page, with commas between.")
     export: Path | None = option(  # noqa: RUF009  # it is a field
         None, "Write the page with its first answers here, for any file server, and stop.", parser=named_path,
         metavar="FOLDER",
@@ -66,9 +66,9 @@ def run_explore(asked: ExploreArguments) -> None:
         fail(not_installed("lineate explore", module), 1)
     except (ValueError, OSError, ImportError) as error:
         fail(error, 2)
-    listening.listen()  # a browser that comes before the server runs waits
+    listening.listen()  # a browser that connects before the server runs waits
     _announce(asked, listening)
-    with suppress(KeyboardInterrupt):  # uvicorn raises it again when it has ended
+    with suppress(KeyboardInterrupt):  # uvicorn re-raises it at its end
         server.run([listening])
 
 
@@ -89,7 +89,7 @@ def _prepare(asked: ExploreArguments) -> "uvicorn.Server":
 
 
 def _models(asked: ExploreArguments, folders: bool) -> "Models":
-    """Return the models of the page; programs of other machines may not name folders of this one."""
+    """Return the models of the page; clients on other machines may not name folders of this one."""
     from lineate.explore.live.models import Models, open_given
 
     return Models(None if asked.model is None else open_given(asked.model), folders)
@@ -101,11 +101,11 @@ def _export(asked: ExploreArguments, folder: Path) -> None:
 
     files, size = export(folder, _models(asked, folders=False))
     print(f"lineate: {printable(str(folder))} has the page: {files} files, {size / 2**20:.1f} MiB", file=sys.stderr)
-    print(f"lineate: look at it with python -m http.server --directory {printable(str(folder))}", file=sys.stderr)
+    print(f"lineate: view it with python -m http.server --directory {printable(str(folder))}", file=sys.stderr)
 
 
 def _announce(asked: ExploreArguments, listening: socket.socket) -> None:
-    """Say where the page is, and open it."""
+    """Print the address of the page, and open it."""
     host = f"[{asked.host}]" if ":" in asked.host else asked.host
     address = f"http://{host}:{listening.getsockname()[1]}/"
     print(f"lineate: {printable(address)} has the page; Ctrl+C ends it", file=sys.stderr, flush=True)

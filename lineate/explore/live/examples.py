@@ -1,4 +1,4 @@
-"""States of the views that have a name: lists of steps for the view "Memory", and the links that open them.
+"""Named states of the views: lists of steps for the view "Memory", and the links that open them.
 
 Copies of the page keep their answers, and lessons open them.
 """
@@ -6,7 +6,7 @@ Copies of the page keep their answers, and lessons open them.
 from typing import Any
 
 Body = dict[str, Any]
-"""What a page asks an endpoint for."""
+"""The body of a request of the page."""
 
 
 def _write(key: str, value: str, decay: float = 0.9) -> Body:
@@ -23,7 +23,7 @@ MEMORIES: dict[str, tuple[float, list[Body]]] = {
     ALIKE: (0.5, [_write(key, value, 1) for key, value in zip("ABCD", "wxyz", strict=True)]),
     FORGET: (0, [_write("A", "w", 1), _write("B", "x", 1), _FORGET_A]),
 }
-"""Lists of steps, with the cosine of their keys; the first is what the page shows at first."""
+"""Lists of steps, with the cosine of their keys; the first is the page's initial one."""
 
 
 def memory_link(name: str) -> str:

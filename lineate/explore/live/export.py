@@ -1,8 +1,8 @@
-"""`lineate explore --export FOLDER`: the page as plain files, with the answers to what its views show first.
+"""`lineate explore --export FOLDER`: the page as plain files, with the answers that its views show first.
 
-A copy has the page's own files, `api/about`, and `kept/`: an index of questions and, for each, the file and the place
-of its answer. The page looks a question up in the index where it would send it to the server (page/server.js). The page
-lists what is kept, and says of everything else that it is live only.
+A copy has the page's own files, `api/about`, and `kept/`: an index of requests and, for each, the file and the position
+of its answer. The page searches the index instead of sending a request to the server (page/server.js). The page lists
+the kept answers, and marks all others as available only live.
 """
 
 import json
@@ -27,7 +27,7 @@ from lineate.web.fields import Fields
 from lineate.web.pages import page_files
 
 TEXT = "for value in values:"
-"""What the model of a copy has read."""
+"""The text that the model of a copy has read."""
 MOST_HEADS = 24
 """Heads of all layers that are kept; a larger model keeps fewer heads of each layer."""
 KEPT, INDEX = "kept", "kept/index.json"
@@ -35,7 +35,7 @@ KEPT, INDEX = "kept", "kept/index.json"
 
 @dataclass
 class _Copy:
-    """The answers that are kept, and what the page says about them."""
+    """The answers that are kept, and their description on the page."""
 
     models: Models
     files: dict[str, list[Any]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class _Copy:
     views: list[dict[str, Any]] = field(default_factory=list)
 
     def keep(self, view: str, file: str, body: Body) -> Any:
-        """Compute an answer and put it behind the others of a file; return it."""
+        """Compute an answer and append it to a file; return it."""
         answers = self.files.setdefault(f"{KEPT}/{file}.json", [])
         self.index.append(
             {"path": f"api/{view}", "body": body, "file": f"{KEPT}/{file}.json", "item": len(answers)}
@@ -52,7 +52,7 @@ class _Copy:
         return answers[-1]
 
     def tell(self, name: str, text: str, links: list[tuple[str, str]]) -> None:
-        """Say what is kept of a view, with links [address, label]."""
+        """Describe the kept answers of a view, with links [address, label]."""
         self.views.append(
             {"name": name, "text": text, "links": [{"href": href, "label": label} for href, label in links]}
         )  # fmt: skip
@@ -161,7 +161,7 @@ def _changes(layer: int, own: str) -> Iterator[tuple[Body, str]]:
 
 def _keep_head(copy: _Copy, file: str, body: Body) -> None:
     tokens = copy.keep("model", file, body)["tokens"]
-    copy.keep("model/step", file, body)  # the page does not know the last token at first
+    copy.keep("model/step", file, body)  # initially the page does not know the last token
     for at in range(1, len(tokens) + 1):
         copy.keep("model/step", file, body | {"at": at})
 

@@ -1,7 +1,7 @@
-"""The view "Learning": memories that learn while they read, and how well each knows a value before it is written.
+"""The view "Learning": memories that learn while they read, and their prediction of each value before it is written.
 
-A memory of `lineate.memory` reads pairs of key and value, one a token. Before each token is written the memory is
-asked for its value; the distance between answer and value is the loss that the chart shows. The optimiser, the rate,
+A memory of `lineate.memory` reads pairs of key and value, one a token. Before each token is written, the memory is
+queried for its value; the distance between answer and value is the loss that the chart shows. The optimiser, the rate,
 the momentum, the chunk and the forgetting can be exchanged; model and loss are the memory's own. Everything runs
 through `run_head`, the reference by autograd.
 """
@@ -39,7 +39,7 @@ CHANNELS = (4, 8, 16)
 CHUNKS = (1, 2, 4, 8, 16, 32)
 MOST_SEED = 99
 FARTHEST = 1e3
-"""A loss beyond this is not sent: the memory has run away."""
+"""Larger losses are not sent: the memory has diverged."""
 RIDGE = 0.01
 """The initial ridge of least squares."""
 PAIRS, MAP, TURN = "pairs", "map", "turn"
@@ -60,13 +60,13 @@ class Learner:
     rule: MemoryRule
     """Its row in MEMORY_RULES."""
     rates: dict[str, float]
-    """The rate at first, for each optimiser that it can have; its own one comes first."""
+    """The initial rate for each possible optimiser; its own one comes first."""
     weights: Callable[[int], NamedWeights]
-    """The initial weights for so many channels."""
+    """The initial weights for a number of channels."""
     chunked: bool = True
     """Whether its tokens come in chunks; DeltaNet and least squares take every token."""
     stretched: bool = False
-    """Whether values are sqrt(channels) long, the length of what a norm or a product of random weights gives."""
+    """Whether values have length sqrt(channels), as the output of a norm or of random weights."""
     scaled: bool = True
     """Whether its answers have the size of values: a memory that learns a correlation has only their direction."""
 
@@ -98,7 +98,7 @@ def adam(gradients: NamedWeights, carried: NamedWeights, gates: NamedWeights) ->
 
 
 def _drawn(**shapes: Callable[[int], tuple[int, ...]]) -> Callable[[int], NamedWeights]:
-    """Return a function that draws weights for so many channels, always the same; vectors are 0, gamma is 1."""
+    """Return a function that draws fixed random weights for a number of channels; vectors are 0, gamma is 1."""
 
     def draw(channels: int) -> NamedWeights:
         generator = torch.Generator().manual_seed(0)
@@ -158,7 +158,7 @@ LEARNERS = {each.kind.name: each for each in _ALL}
 
 @dataclass(frozen=True)
 class LearningRequest:
-    """What the page asks for: one memory on one task."""
+    """A request of the page: one memory on one task."""
 
     memory: str
     """A name of LEARNERS."""
@@ -167,9 +167,9 @@ class LearningRequest:
     rate: float
     """The rate of a step."""
     momentum: float
-    """For momentum and muon: what is kept of the last step."""
+    """For momentum and muon: the factor of the last step."""
     decay: float
-    """What is kept of the weights at each token, by sgd, momentum, least squares and adam."""
+    """The decay of the weights at each token, for sgd, momentum, least squares and adam."""
     chunk: int
     """Tokens whose gradients are taken at the same weights."""
     task: str
@@ -179,11 +179,11 @@ class LearningRequest:
     channels: int
     """Channels of keys and values."""
     seed: int
-    """Of all keys and values."""
+    """The seed of all keys and values."""
 
 
 def read_request(body: Fields) -> LearningRequest:
-    """Return what a body asks for; raise ApiError with the name of the first field that is wrong.
+    """Read a body; raise ApiError with the name of the first field that is wrong.
 
     Args:
         body: The fields of the body.
@@ -222,7 +222,7 @@ def _among(body: Fields, name: str, known: tuple[int, ...], usual: int) -> int:
 
 
 def describe() -> dict[str, Any]:
-    """Return what the page offers: memories with their optimisers, tasks, and the limits of each field."""
+    """Return the choices of the page: memories with their optimisers, tasks, and the limits of each field."""
     return {
         "memories": [
             {
@@ -245,10 +245,10 @@ def describe() -> dict[str, Any]:
 @torch.no_grad()
 @cpu_by_default
 def run_learning(asked: LearningRequest) -> dict[str, Any]:
-    """Return the losses of one memory: before each token is written, how far its answer is from the value.
+    """Return the losses of one memory: the distance of its answer from the value before each token is written.
 
     Args:
-        asked: The memory, its optimiser, and what it reads.
+        asked: The memory, its optimiser, and its sequence.
     """
     learner = LEARNERS[asked.memory]
     k, v = pairs(asked)

@@ -1,6 +1,6 @@
 """The view "Lessons": those of `lineate learn`, run on the server.
 
-The page sends the number of a lesson and nothing else. What runs is the lesson's own program, through `lineate.learn`.
+The page sends only the number of a lesson. The lesson's own program runs, through `lineate.learn`.
 """
 
 import base64
@@ -32,7 +32,7 @@ class Opening:
     """The address within the page."""
     label: str
     see: str
-    """What there is to see or to do."""
+    """What to see or to do."""
 
 
 OPENS = (
@@ -82,11 +82,11 @@ OPENS = (
         "The same numbers as in the program, on other machines, with other lengths and batches.",
     ),
 )  # fmt: skip
-"""What each lesson opens, the first one first."""
+"""The view that each lesson opens, in order."""
 
 
 def read_request(body: Fields) -> int:
-    """Return the number of the lesson that a body asks for; raise ApiError with the name of the field that is wrong.
+    """Return the lesson number of a body; raise ApiError with the name of the field that is wrong.
 
     Args:
         body: The fields of the body.
@@ -126,7 +126,7 @@ def show_lesson(number: int) -> dict[str, Any]:
 @torch.enable_grad()
 @cpu_by_default
 def run_lesson(number: int) -> dict[str, Any]:
-    """Run a lesson and its exercise; return what was printed, what was checked, and the picture as a PNG in base64.
+    """Run a lesson and its exercise; return the output, the checks, and the picture as a PNG in base64.
 
     The picture is None where matplotlib is not installed.
 

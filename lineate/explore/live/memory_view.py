@@ -46,18 +46,18 @@ class Step:
     key: int
     """Which key is written or forgotten."""
     value: tuple[float, ...] | None
-    """What is written; None where the key is forgotten."""
+    """The value to write; None where the key is forgotten."""
     decay: float
-    """The share of the memory that rules with one gate per head keep."""
+    """The decay of rules with one gate per head."""
     channels: tuple[float, ...]
-    """The share of each key channel that Kimi Delta Attention keeps."""
+    """The decay of each key channel in Kimi Delta Attention."""
     beta: float
     """The rate of the write, for rules that correct."""
 
 
 @dataclass(frozen=True)
 class MemoryRequest:
-    """What the page asks for."""
+    """A request of the page."""
 
     keys: int
     """Named keys, and channels of a key."""
@@ -94,7 +94,7 @@ def value_names(count: int) -> tuple[str, ...]:
 
 
 def read_request(body: Fields) -> MemoryRequest:
-    """Return what a body asks for; raise ApiError with the name of the first field that is wrong.
+    """Read a body; raise ApiError with the name of the first field that is wrong.
 
     Args:
         body: The fields of the body.
@@ -125,7 +125,7 @@ def _step(fields: Fields, keys: int, values: int) -> Step:
     fields.needed("op", f"{WRITE} or {FORGET}")
     writes = fields.word("op", (WRITE, FORGET)) == WRITE
     fields.needed("key", f"one of {', '.join(key_names(keys))}")
-    key = key_names(keys).index(fields.word("key", key_names(keys)) or "")  # it is there: an empty one is no name
+    key = key_names(keys).index(fields.word("key", key_names(keys)) or "")  # never empty here
     decay = fields.number("decay", 1.0 if writes else 0.0, 0.0, 1.0)
     own = tuple(decay if writes or i == key else 1.0 for i in range(keys))
     channels = _numbers(fields, "channels", keys, 0.0, 1.0) or own
@@ -148,7 +148,7 @@ def _value(fields: Fields, count: int) -> tuple[float, ...]:
 
 
 def _numbers(fields: Fields, name: str, count: int, least: float, most: float) -> tuple[float, ...] | None:
-    """Return so many numbers in a range, or None if the field is missing."""
+    """Return `count` numbers in a range, or None if the field is missing."""
     found = fields.items(name, count)
     if found is None:
         return None
@@ -216,10 +216,10 @@ def _tokens(asked: MemoryRequest) -> _Tokens:
 @torch.no_grad()
 @cpu_by_default
 def run_memory(asked: MemoryRequest) -> dict[str, Any]:
-    """Return what every rule holds and answers after each step, from 0 steps to all.
+    """Return the states and answers of every rule after each step, from 0 steps to all.
 
     Args:
-        asked: The list, and how it is run.
+        asked: The list and its settings.
     """
     tokens, targets = _tokens(asked), _targets(asked)
     rules = {name: _run(name, asked, tokens, targets) for name in asked.rules}
@@ -251,7 +251,7 @@ def _run(name: str, asked: MemoryRequest, tokens: _Tokens, targets: Tensor) -> d
 
 
 def _targets(asked: MemoryRequest) -> Tensor:
-    """Return what a perfect memory answers to each key after each step, `t+1 n v`; NaN if the key was never written.
+    """Return the answers of a perfect memory to each key after each step, `t+1 n v`; NaN if a key was never written.
 
     It is the value that was written last, and 0 after the key was forgotten.
     """
@@ -270,7 +270,7 @@ def _targets(asked: MemoryRequest) -> Tensor:
 def _states(rule: Rule, asked: MemoryRequest, tokens: _Tokens) -> tuple[Tensor, Tensor]:
     """Return the states `t+1 k v`, and the weights `t+1 t` with which the asked key reads the value of each step.
 
-    Row i of S is S^T e_i, what the memory answers to axis i. So one attention matrix has both: its queries are the axes
+    Row i of S is S^T e_i, the memory's answer to axis i. So one attention matrix has both: its queries are the axes
     and the asked key, each of them repeated after every step.
     """
     count, channels = len(asked.steps), asked.keys

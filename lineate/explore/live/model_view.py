@@ -1,7 +1,7 @@
 """The view "Model": a text through a model, token by token, and the same model with a gate open or another rule.
 
-`run_model` answers with what a whole text gives: tokens, attention matrix, gates, norms and losses of one layer and
-head. `run_step` answers with what there is after one token: the state, and the tokens that may follow.
+`run_model` answers for a whole text: tokens, attention matrix, gates, norms and losses of one layer and head.
+`run_step` answers for one token: the state after it, and the likely next tokens.
 """
 
 import math
@@ -24,18 +24,18 @@ from lineate.web.fields import Fields
 
 MOST_CHARACTERS = 4096
 MOST_CELLS = 64
-"""Rows and columns of a state that is sent; larger ones are sent as the largest number of each block."""
+"""Rows and columns of a sent state; larger ones are sent as the largest number of each block."""
 MOST_CHANNELS = 32
 """Rows of decays that are sent; more channels are sent as means of neighbours."""
 NEXT = 8
-"""Tokens that may follow, of the model and of the changed one."""
+"""Likely next tokens of the model and of the changed one."""
 DIGITS, CELL_DIGITS = 4, 3
 MEMORY, CACHE, NONE = "memory", "softmax", "none"
 
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """What the page asks for."""
+    """A request of the page."""
 
     model: OpenModel
     """The model."""
@@ -46,18 +46,18 @@ class ModelRequest:
     head: int
     """Its head."""
     changes: dict[int, Change]
-    """What is changed, by layer."""
+    """The changes by layer."""
     at: int
-    """After how many tokens; 0 where the whole text is asked for."""
+    """The number of tokens read; 0 for the whole text."""
 
 
 def read_request(body: Fields, models: Models, step: bool) -> ModelRequest:
-    """Return what a body asks for; raise ApiError with the name of the first field that is wrong.
+    """Read a body; raise ApiError with the name of the first field that is wrong.
 
     Args:
         body: The fields of the body.
-        models: The models that there are.
-        step: Whether one step is asked for, rather than the whole text.
+        models: The available models.
+        step: Whether the request is for one step rather than the whole text.
     """
     model = models.find(body.text("model", MOST_CHARACTERS) or next(iter(models.names)))
     body.needed("text", "the text that the model reads")
@@ -74,7 +74,7 @@ def read_request(body: Fields, models: Models, step: bool) -> ModelRequest:
 
 
 def heads_of(model: OpenModel, layer: int) -> int:
-    """Return how many heads a layer has; 1 if its mixer does not say.
+    """Return how many heads a layer has; 1 if its mixer does not define it.
 
     Args:
         model: The model.
@@ -116,10 +116,10 @@ def _changeable(model: OpenModel, layer: int) -> bool:
 @torch.no_grad()
 @cpu_by_default
 def run_model(asked: ModelRequest) -> dict[str, Any]:
-    """Return what a text gives in one layer and head, of the model and of the changed one.
+    """Return the results of a text in one layer and head, for the model and the changed one.
 
     Args:
-        asked: The model, the text, and what is shown.
+        asked: The model, the text, and the selection.
     """
     with asked.model.lock:
         own, changed = _readings(asked)
@@ -138,10 +138,10 @@ def run_model(asked: ModelRequest) -> dict[str, Any]:
 @torch.no_grad()
 @cpu_by_default
 def run_step(asked: ModelRequest) -> dict[str, Any]:
-    """Return the state of a head after some tokens, and the tokens that may follow.
+    """Return the state of a head after some tokens, and the likely next tokens.
 
     Args:
-        asked: The model, the text, what is shown, and after how many tokens.
+        asked: The model, the text, what is shown, with the number of tokens.
     """
     with asked.model.lock:
         own, changed = _readings(asked)
@@ -160,11 +160,11 @@ def _readings(asked: ModelRequest) -> tuple[Reading, Reading | None]:
 
 
 def describe(model: OpenModel, own: Reading | None = None) -> dict[str, Any]:
-    """Return what the page shows of a model.
+    """Return the description of a model for the page.
 
     Args:
         model: The model.
-        own: What it computed on a text, from which the gates of its layers are seen; None: they are left out.
+        own: Its results on a text, from which the gates of its layers are known; None: they are left out.
     """
     config, layers = model.subject.config, []
     for n, letter in enumerate(config.letters):
@@ -242,7 +242,7 @@ def _weights(reading: Reading, asked: ModelRequest) -> Tensor:
 
 
 def _decay(log_decay: Tensor) -> dict[str, Any]:
-    """Return what each token keeps, a row for each channel (slow ones first) or one for the head."""
+    """Return the decay of each token, a row for each channel (slow ones first) or one for the head."""
     rows = log_decay[None] if log_decay.dim() == 1 else log_decay.T  # channels t
     order = rows.mean(1).argsort(descending=True, stable=True)
     lives = half_life(rows.double().median(1).values)
@@ -318,7 +318,7 @@ def _triangle(matrix: Tensor) -> list[list[float]]:
 
 
 def largest_of_blocks(x: Tensor) -> Tensor:
-    """Return a matrix of at most MOST_CELLS rows and columns: of each block, the number that is farthest from 0.
+    """Return a matrix of at most MOST_CELLS rows and columns: of each block, the number of largest absolute value.
 
     Args:
         x: The matrix.
@@ -332,7 +332,7 @@ def largest_of_blocks(x: Tensor) -> Tensor:
 
 
 def numbers(x: Tensor, digits: int = DIGITS) -> Any:
-    """Return lists of numbers, of which the largest has so many digits; infinities become the largest number.
+    """Return lists of numbers, rounded to digits of the largest; infinities become the largest number.
 
     Args:
         x: The tensor.

@@ -26,7 +26,7 @@ from lineate.web.fields import shown
 MOST_TOKENS = 128
 """Tokens of a text: the pictures have a column for each."""
 MOST_PARAMETERS = 2 * 10**9
-"""A folder that the page names may have so many; one that the command line names, any number."""
+"""The most parameters of a folder that the page names; one of the command line may have any number."""
 MOST_FOLDERS, MOST_READINGS = 2, 4
 """Folders that stay loaded, and texts of a model whose numbers are kept for the next step."""
 SMALL, CHAT, SERVED, GIVEN = "small", "chat", "served", "given"
@@ -35,24 +35,24 @@ SMALL, CHAT, SERVED, GIVEN = "small", "chat", "served", "given"
 
 @dataclass
 class Reading:
-    """What a model, changed or not, computed on a text."""
+    """The results of a model, changed or not, on a text."""
 
     ids: Tensor
     """`t`."""
     words: tuple[str, ...]
-    """The tokens as they are shown."""
+    """The displayed texts of the tokens."""
     model: HybridLM
     """The copy that read it."""
     changes: Mapping[int, Change]
     """Its changes, by layer."""
     inputs: dict[int, Tensor]
-    """What the mixer of each layer read, `1 t hidden`."""
+    """The input of each layer's mixer, `1 t hidden`."""
     log_probs: Tensor
     """`t vocab`: of the token after each."""
     _found: dict[Any, Any] = field(default_factory=dict)
 
     def trace(self, layer: int) -> Trace | None:
-        """Return what a layer gives its rule, with the layer's change; None if its mixer has no such picture.
+        """Return the inputs of a layer's rule, with the layer's change; None if its mixer has no such picture.
 
         Args:
             layer: The layer.
@@ -91,12 +91,12 @@ class Reading:
 
 
 class OpenModel:
-    """A model that the page can ask about; it computes one thing at a time.
+    """A model of the page; it computes one request at a time.
 
     Args:
         name: The name in requests.
         subject: The model, and how it reads text.
-        facts: What is known of it, as lines of a name and a text.
+        facts: Its description, as lines of a name and a text.
     """
 
     def __init__(self, name: str, subject: Subject, facts: list[tuple[str, str]] | None = None) -> None:
@@ -128,7 +128,7 @@ class OpenModel:
         return tuple(ids)
 
     def read(self, ids: tuple[int, ...], changes: Mapping[int, Change]) -> Reading:
-        """Return what the model computes on these tokens; the last few results are kept.
+        """Return the model's results on these tokens; the last few are kept.
 
         Args:
             ids: The tokens.
@@ -153,7 +153,7 @@ class OpenModel:
         return Reading(tokens[0], words, model, changes, inputs, logits.float().log_softmax(-1))
 
     def word(self, token: int) -> str:
-        """Return a token as it is shown.
+        """Return the displayed text of a token.
 
         Args:
             token: Its number.
@@ -161,12 +161,12 @@ class OpenModel:
         decode = self.subject.decode or str
         try:
             return visible(decode(token)) or str(token)
-        except ValueError:  # rows of the vocabulary behind the tokenizer's last one
+        except ValueError:  # rows of the vocabulary after the tokenizer's last one
             return str(token)
 
 
 class Models:
-    """The models that the page can choose from; they are made when they are first asked for.
+    """The models that the page can choose from; they are created at their first use.
 
     Args:
         given: A model of the command line or of a server; it comes first.
@@ -219,7 +219,7 @@ def _chat() -> OpenModel:
 
 
 def served(model: HybridLM, tokenizer: Tokenizer, name: str) -> OpenModel:
-    """Return a model that is being served as one to look at.
+    """Return a served model as a model of the page.
 
     Args:
         model: The model; only copies of its modules run (`changes.beside`).
@@ -243,7 +243,7 @@ def open_given(name: str) -> OpenModel:
     except ValueError as error:  # --model is how lineate picture names it
         raise ValueError(str(error).replace("--model ", "MODEL ")) from None
     facts = rows(describe(user_path(name))) if user_path(name).is_dir() and not _is_run(user_path(name)) else []
-    assert subject.model is not None  # loaded now, so that what is wrong is said at the start
+    assert subject.model is not None  # loaded now, so that errors are reported at the start
     return OpenModel(GIVEN, subject, facts)
 
 

@@ -1,4 +1,4 @@
-"""The view "Plan": bytes, least times and what fits, for a model by name or by numbers, beside pure attention."""
+"""The view "Plan": bytes, least times and what fits, for a model by name or by sizes, next to pure attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from lineate.web.fields import Fields
 MOST_TOKENS, MOST_BATCH, MOST_DEVICES = 2**24, 2**14, 1024
 MOST_HIDDEN, MOST_LAYERS, MOST_HEAD = 16384, 128, 512
 HEAD_STEP = 16
-"""Heads have a multiple of so many channels."""
+"""The channels of a head are a multiple of this."""
 MOST_PATTERN = MOST_LAYERS
 CURVE = tuple(2**i for i in range(10, 25))
 """Lengths of the chart, in tokens."""
@@ -40,7 +40,7 @@ OWN, PURE = "own", "pure"
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the page asks for."""
+    """A request of the page."""
 
     model: Model
     """The model."""
@@ -53,7 +53,7 @@ class PlanRequest:
 
 
 def read_request(body: Fields) -> PlanRequest:
-    """Return what a body asks for; raise ApiError with the name of the first field that is wrong.
+    """Read a body; raise ApiError with the name of the first field that is wrong.
 
     Args:
         body: The fields of the body.

@@ -1,7 +1,7 @@
 """The chain over the segments of a long walk (portable/split.py), in Gluon.
 
-A step of the chain is S <- A S + B with the map A, B of a segment. A and S are divided into the part that tf32 can hold
-and the rest, and three products of these are made, which is nearly as exact as float32 (an infinite
+A step of the chain is S <- A S + B with the map A, B of a segment. A and S are divided into the part that tf32 can
+represent and the rest, and three products of these are computed, which is nearly as exact as float32 (an infinite
 number becomes NaN). Maps are fetched ahead.
 """
 
@@ -20,7 +20,7 @@ from lineate.kernels.hopper.parts import _fresh, _link, _upcoming, barrier
 
 @gluon.jit
 def _divide(x):
-    """Return the part of x that tf32 can hold, and the rest."""
+    """Return the part of x that tf32 can represent, and the rest."""
     high = (x.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
     return high, x - high
 
@@ -31,7 +31,7 @@ def chain(
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, NEAR: gl.constexpr, STAGES: gl.constexpr,
     PACKED: gl.constexpr, LINK: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Do what split.py's chain does. squares: a descriptor of maps, [k, k]."""
+    """Compute the chain of split.py. squares: a descriptor of maps, [k, k]."""
     BLOCKS: gl.constexpr = V // BV
     first = gl.program_id(0) % BLOCKS * BV
     head = gl.program_id(0) // BLOCKS % HV
@@ -54,7 +54,7 @@ def chain(
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 1)
     kept = gl.allocate_shared_memory(gl.float32, [STAGES, K, K], squares.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    high = gl.allocate_shared_memory(gl.float32, [2, BV, K], squares.layout)  # of S, turned, as tf32 must lie
+    high = gl.allocate_shared_memory(gl.float32, [2, BV, K], squares.layout)  # of S, transposed for tf32
     low = gl.allocate_shared_memory(gl.float32, [2, BV, K], squares.layout)
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)

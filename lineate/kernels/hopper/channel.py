@@ -15,8 +15,8 @@ none of which exceeds 1 except 1 / F:
 Rules that only accumulate have no M, T and Kr, because their keys only write.
 
 A row whose 1 / F is too large (portable/channel.py: within_block) is wild, as are those that portable/solve.py finds.
-What this kernel stores for the rows from the first wild one on is not used: a second launch, of the portable
-channel_scores, stores those rows again, by the levels.
+This kernel's results for the rows from the first wild one on are not used: a second launch, of the portable
+channel_scores, recomputes those rows by the levels.
 """
 
 from triton.experimental import gluon
@@ -69,7 +69,7 @@ def _by_block(x, flat: gl.constexpr, cube: gl.constexpr):
 
 @gluon.jit
 def _small_merge(X, Xt, Bt, Ba, apart, LEVEL: gl.constexpr, mma: gl.constexpr):
-    """Do what _merge of solve.py does for the batch of 16 x 16 blocks, with both X and its transpose at hand.
+    """Compute _merge of solve.py for the batch of 16 x 16 blocks, with both X and its transpose in registers.
 
     Bt, Ba: A^T and A as right operands; apart: i ^ j. The transpose of an accumulator has the layout of a right
     operand, so no data moves.
@@ -173,7 +173,7 @@ def _half_chunk(
 def _load_gates(
     beta, A_log, start, rows, head, i1, HV: gl.constexpr, CORRECTS: gl.constexpr, RAW: gl.constexpr
 ):  # fmt: skip
-    """Start to load what a unit needs first: beta [64] and A_log, as they are given; 0 where there is none."""
+    """Start to load the first inputs of a unit: beta [64] and A_log, unconverted; 0 where there is none."""
     given_beta = i1 * 0
     if CORRECTS:
         given_beta = gl.load(beta + (start.to(gl.int64) + i1) * HV + head, mask=i1 < rows, other=0.0)

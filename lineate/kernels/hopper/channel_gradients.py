@@ -1,10 +1,10 @@
 """The channel_state_gradients and channel_gradients of portable/channel.py in one kernel for Hopper (sm_90), in Gluon.
 
 A unit is a chunk, a value head and 64 of its key channels. Blocks have 16 rows; W and F = 2^W are as in channel.py: W
-is the decay (log2) from the block's first row a on, that row's own decay not counted. Whatever a row reads is F times
-what row a would read, and whatever it writes is 1 / F times what row a would write. So the accumulators move the
-reference row from block to block (per channel: s_b = 2^{from a of block b - 1 to a of block b}), and every pair of
-blocks uses the same three tiles, Yq = q F, Yk = k F, Z = k / F:
+is the decay (log2) from the block's first row a on, that row's own decay not counted. A row's reads are F times those
+of row a, and its writes are 1 / F times those of row a. So the accumulators move the reference row from block to block
+(per channel: s_b = 2^{from a of block b - 1 to a of block b}), and every pair of blocks uses the same three tiles, Yq =
+q F, Yk = k F, Z = k / F:
 
     aq = dO S     aq <- aq s_b + P_b Z_b                      b = 0 .. 3, in the rows of blocks >= b
     ak = -dE S    ak <- ak s_b + M_b Z_b
@@ -12,13 +12,12 @@ blocks uses the same three tiles, Yq = q F, Yk = k F, Z = k / F:
     dq = F aq     dk = F ak + aw / F + (R dS) 2^{to the chunk's end}
 
 P_b is the columns of block b of dP, and P_b^T the transpose of its rows. The diagonal of dP carries no decay and is
-added separately.
-Rules that only accumulate have no M and no ak, and their R is V.
-dlog_decay_r is the sum of what rows >= r read, minus what rows >= r write and the chunk reads, plus what rows < r write
-to the state, plus S.dS e^{G_c}: one running sum in registers. Pairs of rows >= r cancel in it, so what is read and
-written is counted with the same rounded factors: Yq aq + Yk ak - Z aw (see portable/channel.py).
+added separately. Rules that only accumulate have no M and no ak, and their R is V. dlog_decay_r is the sum of the reads
+of rows >= r, minus the writes of rows >= r that the chunk reads, plus the writes of rows < r to the state, plus S.dS
+e^{G_c}: one running sum in registers. Pairs of rows >= r cancel in it, so reads and writes are computed with the same
+rounded factors: Yq aq + Yk ak - Z aw (see portable/channel.py).
 
-A unit with a row whose 1 / F is too large is marked in wild `slot hv 2`; the two Triton kernels compute it again.
+A unit with a row whose 1 / F is too large is marked in wild `slot hv 2`; the two Triton kernels recompute it.
 """
 
 from triton.experimental import gluon

@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-SHARED = 232448  # bytes of shared memory that a program may have on sm_90
+SHARED = 232448  # the most bytes of shared memory of a program on sm_90
 
 _FIELDS = len(TensorDescriptor.__dataclass_fields__)
 
@@ -19,7 +19,7 @@ def layout(columns: int, bits: int) -> Any:
 
 
 def describe(x: Tensor, rows: int, columns: int, stride: int, box: list[int]) -> Any:
-    """Describe x as [rows, columns], rows `stride` apart, cut into boxes.
+    """Describe x as [rows, columns] with a row stride of `stride`, cut into boxes.
 
     This skips the checks of TensorDescriptor, because HopperStages.takes_call has already made them.
     """

@@ -1,9 +1,9 @@
-"""A few rows times a weight on Hopper, with what a block does around the product.
+"""A few rows times a weight on Hopper, with the adjacent operations of a block.
 
     y = x W^T        y = silu(x G^T) x U^T,  W = G | U        y = silu(conv(x W^T)), the convolution's inputs in place
 
 The weights are read once, and that bounds the time. A program multiplies 64 rows of W (or of G and of U) by all rows of
-x, which are columns of the tensor cores' tile, and keeps STAGES tiles of W on their way; the first are requested before
+x, which are columns of the tensor cores' tile, and keeps STAGES tiles of W in flight; the first are requested before
 it waits for the launch before it (launching.overlapping). Where W has too few rows to fill the device, K is cut into
 SPLIT parts, whose sums `SPLIT rows n` are added by the launch that follows (layers/rows.py, add_and_norm).
 """
@@ -119,7 +119,7 @@ def multiply_few(
         acc = acc * _sigmoid(acc) * up
     found = gl.convert_layout(acc, along)
     if CHANNELS:
-        x0 = found.to(past.dtype.element_ty).to(gl.float32)  # as it is kept
+        x0 = found.to(past.dtype.element_ty).to(gl.float32)  # rounded as in the state
         sums += x0 * newest
         found = gl.where(n < CHANNELS, sums * _sigmoid(sums), x0)
         gl.store(at + (SIZE - 2), x0.to(past.dtype.element_ty), mask=moves)

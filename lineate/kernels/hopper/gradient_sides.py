@@ -27,11 +27,11 @@ PARTS = gl.constexpr(5)  # parts of `sums`: rows and columns of the q side, rows
 # for R_FREE and DQK_FREE with the previous unit's parity.
 #                              sent by      waited for by
 S_READ = gl.constexpr(0)  #      both sides   supply           S may be overwritten
-R_READY = gl.constexpr(1)  #     q side       k side, supply   R is there, and X E; v, T may be overwritten
+R_READY = gl.constexpr(1)  # q side       k side, supply   R and X E are ready; v, T may be overwritten
 R_FREE = gl.constexpr(2)  #      k side       q side, supply   R, dS may be overwritten
-DQK_READY = gl.constexpr(3)  #   q side       k side, supply   dP is there; dO may be overwritten
+DQK_READY = gl.constexpr(3)  # q side       k side, supply   dP is ready; dO may be overwritten
 DQK_FREE = gl.constexpr(4)  #    k side       q side           dP may be overwritten
-KEYS_READY = gl.constexpr(5)  #  supply       both sides       q and k of an item are there, trimmed (5, 6: two buffers)
+KEYS_READY = gl.constexpr(5)  # supply       both sides       q and k of an item are ready, trimmed (5, 6: two buffers)
 X_READ = gl.constexpr(7)  #      k side       supply           X may be overwritten
 SIGNALS = gl.constexpr(8)
 

@@ -5,7 +5,7 @@
     dk = (R dS) write - (X S) beta read_k + dP^T q + dM k + dM^T k         dM = -beta XR
 
 One program runs on each multiprocessor and takes one chunk and key head after another, and in each the R value heads
-one after another (a unit each). Its warps are three groups of four, which wait for each other only where they must:
+one after another (a unit each). Its warps are three groups of four, which wait for each other only where necessary:
 
     q side    k S  [E]  T E  [R]  dO S  dO R^T  [dP]  q k^T  dP k                    dq, summed over R in registers
     k side    X S  X R^T  [dM]  k k^T  R dS  dM k  dM^T k  dP^T q                    dk likewise; dbeta

@@ -1,12 +1,12 @@
 """The head_scores of portable/scores.py for Hopper (sm_90), in Gluon, by persistent programs with TMA and wgmma.
 
-scores.py and inverse.py have the parts. Four warps make P and T of their chunks one after another; where chunks have
-wild rows, which is rare, they then make those rows of T again.
+scores.py and inverse.py have the parts. Four warps compute P and T of their chunks one after another; in the rare
+chunks with wild rows, they then recompute those rows of T.
 
-Where the walk leaves multiprocessors idle, it begins when these programs have begun, and they work beside it: one of
-them, with three groups of four warps, fills a multiprocessor, and they take those that the walk does not need. They
-make the chunks in the walk's order and mark each one that is written (`made`); the walk waits for the marks. It cannot
-keep them from running, because they run before it begins.
+Where the walk leaves multiprocessors idle, it begins when these programs have begun, and they run in parallel with it:
+one of them, with three groups of four warps, fills a multiprocessor that the walk does not need. They compute the
+chunks in the walk's order and mark each one that is written (`made`); the walk waits for the marks. It cannot prevent
+them from running, because they run before it begins.
 """
 
 from triton.experimental import gluon
@@ -44,7 +44,7 @@ from lineate.kernels.portable.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
 
 @gluon.jit
 def _await_stores(PENDING: gl.constexpr):
-    """Wait until all that was stored by TMA, but for the last tiles, is written, not only read."""
+    """Wait until all TMA stores except those of the last tiles have been written, not only read."""
     if PENDING == 1:
         gl.inline_asm_elementwise("cp.async.bulk.wait_group 1; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     else:
@@ -59,7 +59,7 @@ def _make_all(
     GATED: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, PACKED: gl.constexpr,
     UP: gl.constexpr, LINK: gl.constexpr,
 ):  # fmt: skip
-    """Make P and T of the items of a group of warps, from one of them up or down. room: buffers and barriers of all."""
+    """Compute P and T of the items of a group of warps, up or down from one. room: the buffers of all groups."""
     acc: gl.constexpr = ACC
     small: gl.constexpr = SMALL
     row: gl.constexpr = gl.SliceLayout(1, acc)
@@ -85,7 +85,7 @@ def _make_all(
     tma.async_copy_global_to_shared(k, [start, item % H // SHARED * head_k], ready_k, all_k.index(worker))
     mbarrier.expect(ready_q, 128 * K)
     tma.async_copy_global_to_shared(q, [start, item % H // SHARED * head_q], ready_q, all_q.index(worker))
-    _link(LINK)  # the launch before this one makes the factors
+    _link(LINK)  # the previous launch computes the factors
     if VECTORS:
         mbarrier.expect(ready_v, 1024)
         tma.async_copy_global_to_shared(vectors, [item * R * FACTORS + BETA, 0], ready_v, all_kept.index(worker))
@@ -255,7 +255,7 @@ def _make_all(
         item = next_item
     tma.store_wait(0)
     if CORRECTS and K == 128:
-        _await_stores(0)  # T is written, not only read, before it is written again
+        _await_stores(0)  # the store of T must have been written, not only read, before T is stored a second time
         barrier()
         if BESIDE:
             _mark(made + past, till == 64)
@@ -273,7 +273,7 @@ def _make_beside(
     H: gl.constexpr, R: gl.constexpr, SHARED: gl.constexpr, GATED: gl.constexpr, NORMALIZE: gl.constexpr,
     PACKED: gl.constexpr, UP: gl.constexpr, LINK: gl.constexpr,
 ):  # fmt: skip
-    """Make P and T of the items of one group of warps of a program that works beside the walk."""
+    """Compute P and T of the items of one group of warps of a program that runs in parallel with the walk."""
     n = gl.program_id(0) + worker * gl.num_programs(0)
     if n >= items:
         _link(LINK)
@@ -299,11 +299,11 @@ def head_scores(
     SHARED groups have the same key head.
 
     q, k: descriptors of [64, K]; P, T: of [64, 64]; vectors: of factors, [4, 64]; keys, inverses: k and T themselves.
-    items: slots H. used: the number of slots that have a chunk, if only these are wanted.
-    wild `slot hv`, unless K is 128: the first wild row, or 64; another launch makes those rows.
-    made `slot hv`: 0, gets a 1 for each chunk and head that is written, if the walk runs beside this launch; then K is
-    128, and the rule corrects. UP: the first chunks are made first, otherwise the last ones, so that a forward walk
-    that follows finds the first ones in the cache.
+    items: slots H. used: the number of slots that have a chunk, to compute only these.
+    wild `slot hv`, unless K is 128: the first wild row, or 64; another launch computes those rows.
+    made `slot hv`: 0, gets a 1 for each chunk and head that is written, if the walk runs in parallel with this launch;
+    then K is 128, and the rule corrects. UP: the first chunks are computed first, otherwise the last ones, so that a
+    forward walk that follows finds the first ones in the cache.
     """
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     W: gl.constexpr = 1 if made is None else WORKERS
@@ -312,7 +312,7 @@ def head_scores(
     all_P = gl.allocate_shared_memory(gl.bfloat16, [W, 64, 64], P.layout)
     ready_k = gl.allocate_shared_memory(gl.int64, [W, 1], mbarrier.MBarrierLayout())
     ready_q = gl.allocate_shared_memory(gl.int64, [W, 1], mbarrier.MBarrierLayout())
-    # (What a variant does not need is another of its buffers.)
+    # (Unused arguments of a variant are aliases of its other buffers.)
     all_kept, ready_v, all_T, all_both, all_swaps = all_P, ready_k, all_P, all_P, ready_k
     squares, norms_q, logs_k = ready_k, ready_k, ready_k
     if GATED or CORRECTS:

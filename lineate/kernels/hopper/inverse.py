@@ -1,7 +1,7 @@
 """P and T of a chunk in halves of 32 columns, which need fewer registers, and T of chunks with wild rows, in Gluon.
 
-The products and the inverse are those of scores.py. From its first wild row on, T is found by forward substitution in
-float32, one row after another: T_i = e_i + sum over j < i of N_ij T_j.
+The products and the inverse are those of scores.py. From its first wild row on, T is computed by forward substitution
+in float32, one row after another: T_i = e_i + sum over j < i of N_ij T_j.
 """
 
 from triton.experimental import gluon
@@ -76,7 +76,7 @@ def _decayed(QK, KK, D, to_q, here, zero, FIRST: gl.constexpr):
 
 @gluon.jit
 def _beside(a, b):
-    """Return 32 and 32 columns side by side, as an accumulator of 64."""
+    """Concatenate 32 and 32 columns to an accumulator of 64."""
     x = gl.permute(gl.join(a, b), [0, 2, 1])
     return gl.convert_layout(gl.reshape(x, [64, 64]), ACC, assert_trivial=True)
 
@@ -113,7 +113,7 @@ def _tame_rows(flat, squares, norms_k, here, GATED: gl.constexpr, NORMALIZE: gl.
 def _substitute(T, N_low, N_high, line, first, rows):
     """Return T with the rows from `first` on replaced by those of (I - N)^-1, one after another in float32.
 
-    N_low, N_high: columns ..32 and 32.. of N, whose entries with j >= i are 0. line `64`: room in shared memory.
+    N_low, N_high: columns ..32 and 32.. of N, whose entries with j >= i are 0. line `64`: shared memory.
     """
     i = gl.arange(0, 64, ROW)[:, None]
     j = gl.arange(0, 64, COLUMN)
@@ -169,10 +169,10 @@ def _mend(
     H: gl.constexpr, R: gl.constexpr, SHARED: gl.constexpr, GATED: gl.constexpr, NORMALIZE: gl.constexpr,
     PACKED: gl.constexpr, UP: gl.constexpr,
 ):  # fmt: skip
-    """Do what portable/scores.py's invert_wild does for a program of head_scores, with the bits of whole_walk.
+    """Compute invert_wild of portable/scores.py for a program of head_scores, with the bits of whole_walk.
 
     k, T: no descriptors. rooms: buffers for a tile of k, of P, of T, and the inverse's. wanted: items, or 0 if none of
-    the program's has wild rows. made: as for head_scores; chunks that are looked at here are marked.
+    the program's has wild rows. made: as for head_scores; chunks that are checked here are marked.
     """
     tile, room_P, room_T, both, swap = rooms
     flat = room_P._reinterpret(gl.float32, [FACTORS * 64], PLAIN)

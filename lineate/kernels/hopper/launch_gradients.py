@@ -1,7 +1,7 @@
 """The launches of gradients.py, added.py and channel_gradients.py, which compute every chunk's gradients at once.
 
 doutput, dstates and grads are contiguous. A slice of tokens of such a tensor has b = 1, so its rows follow one another,
-whatever its strides say.
+independently of its strides.
 """
 
 import torch

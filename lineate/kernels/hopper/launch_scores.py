@@ -1,4 +1,4 @@
-"""The launches of head_scores.py and channel.py: P, T and all else of a chunk that does not depend on the state."""
+"""The launches of head_scores.py and channel.py: P, T and the other state-independent parts of a chunk."""
 
 import torch
 from torch import Tensor
@@ -12,26 +12,26 @@ from lineate.kernels.launching import ceil_div, compiling, linked, multiprocesso
 from lineate.kernels.portable.gates import FACTORS
 from lineate.kernels.stages import Prepared
 
-# Where head_scores works beside the walk: Gated DeltaNet, us in a graph on an H200, one after the other and beside.
+# When head_scores runs in parallel with the walk: Gated DeltaNet, us in a graph on an H200, sequential and parallel.
 #
 #     tokens, value heads of 128      2048, 32    3072, 32    4096, 32    8192, 20    8192, 32    8192, 40    8192, 48
 #     forward                          61  67      89  86     112 106     213 190     212 196     258 202     233 237
 #     forward and backward                                                            730 689
 #
-# The walk's first chunk comes about 5 us later, and the scores take its bandwidth of L2 while they are made.
+# The walk's first chunk comes about 5 us later, and the scores use part of its L2 bandwidth while they are computed.
 LEAST_IDLE = 3 / 8  # of the multiprocessors
 LEAST_CHUNKS = 48
 
 
 def takes_beside(q: Tensor, v: Tensor, corrects: bool, channel: bool) -> bool:
-    """Whether head_scores can work beside a walk: for rules that correct, with decay per head or none."""
+    """Whether head_scores can run in parallel with a walk: for rules that correct, with decay per head or none."""
     return corrects and not channel and q.dtype == torch.bfloat16 and q.shape[3] == 128 and v.shape[3] % 64 == 0
 
 
 def leaves_room(call: Call) -> bool:
     """Whether the walk over one sequence, unless it is cut, leaves room for head_scores, and is long enough.
 
-    (Those of several sequences would all begin at once, but the scores of the last sequence are made last.)
+    (Those of several sequences would all begin at once, but the scores of the last sequence are computed last.)
     """
     return call.lone_chunks >= LEAST_CHUNKS and _idle(call) >= LEAST_IDLE * multiprocessors(call.q.device)
 
@@ -56,7 +56,7 @@ def fill_head_scores(call: Call, ready: Prepared, for_backward: bool) -> None:
 
 
 def _launch_head_scores(call: Call, ready: Prepared, groups: int, for_backward: bool) -> None:
-    """Launch the kernel, with so many groups of value heads."""
+    """Launch the kernel with a number of groups of value heads."""
     _, h, hv, K, _ = call.sizes
     q, k, slots, firsts = call.q, call.k, call.sequences.slots, call.sequences.first_slots
     used = None if firsts is None or for_backward or K != 128 else firsts[call.sequences.number :]

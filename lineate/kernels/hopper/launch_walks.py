@@ -17,7 +17,7 @@ MAPS = gl.NVMMASharedLayout(128, 32, 2)  # of a tile of maps
 
 
 def _box_rows(K: int, channel: bool) -> int:
-    """Return how many rows of 64 factors a box holds: the least power of two that suffices."""
+    """Return the rows of 64 factors in a box: the smallest sufficient power of two."""
     return 8 if not channel else 4 if K == 128 else 2
 
 
@@ -53,7 +53,7 @@ def forward_buffers(call: Call, block: int, keep: bool, scores: bool) -> tuple[i
 
 
 def walks_whole(call: Call) -> bool:
-    """Whether one launch (whole.py) makes scores, inverse, state and output: where it takes the call and is faster."""
+    """Whether one launch (whole.py) computes scores, inverse, state and output: where supported and faster."""
     _, _, hv, K, V = call.sizes
     pairs = call.sequences.number * hv
     fills = 2 * pairs * V // 128 > multiprocessors(call.q.device)

@@ -13,7 +13,7 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 
 
 @gluon.jit
 def _link(LINK: gl.constexpr):
-    """Do what link of layout.py does."""
+    """The link of layout.py, in Gluon."""
     if LINK != 0:
         gdc_wait()
     if LINK == 1:
@@ -22,15 +22,15 @@ def _link(LINK: gl.constexpr):
 
 @gluon.jit
 def _fresh(at, there):
-    """Load numbers that may be read before _link, past the cache of the multiprocessor, which may hold older ones."""
+    """Load with L1 bypassed, because an earlier launch may have just written these values; allowed before _link."""
     return gl.load(at, mask=there, other=0, cache_modifier=".cg")
 
 
 @gluon.jit
 def _mark(at, there):
-    """Set a number to 1, for another launch that waits for it (_await_mark), if it is there.
+    """Set a mark to 1, for another launch that waits for it (_await_mark); nothing without a mark.
 
-    All threads call this, after a barrier behind all that they have written before.
+    All threads call this, after a barrier that follows all their earlier writes.
     """
     gl.inline_asm_elementwise(
         "{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.release.gpu.global.s32 [$1], 1; mov.s32 $0, 0;}",
@@ -40,9 +40,9 @@ def _mark(at, there):
 
 @gluon.jit
 def _await_mark(made, at, there):
-    """Wait until a number of made (unless that is None) is not 0, if it is there.
+    """Wait until a mark of made is not 0; nothing if made is None or the chunk does not exist.
 
-    Then copies (TMA) find what was written before it was set.
+    Copies (TMA) then see the data written before the mark was set.
     """
     if made is not None:
         gl.inline_asm_elementwise(
@@ -70,7 +70,7 @@ def _exp2(x):
 def _between(coarse_i, coarse_j, fine_i, fine_j):
     """Return 2^((coarse_i - coarse_j) log2(e) + fine_i + fine_j), each operation rounded as written.
 
-    Several kernels make the same decays; what the compiler fuses would give each of them other bits.
+    Several kernels compute the same decays; fusion by the compiler would give each of them different bits.
     """
     return gl.inline_asm_elementwise(
         "{.reg .f32 a, b; sub.rn.f32 a, $1, $2; add.rn.f32 b, $3, $4; fma.rn.f32 a, a, 0f3FB8AA3B, b;"
@@ -104,7 +104,7 @@ def _half(ring, stage, FIRST: gl.constexpr):
 
 @gluon.jit
 def _segment(item, first_cuts, cut_texts, lasts, segments, CUT: gl.constexpr, PACKED: gl.constexpr):
-    """Return what find_segment of layout.py returns. Unless CUT, no sequence is cut."""
+    """The find_segment of layout.py, in Gluon. Unless CUT, no sequence is cut."""
     text = item
     segment = 0
     first_cut = 0
@@ -128,7 +128,7 @@ def _segment(item, first_cuts, cut_texts, lasts, segments, CUT: gl.constexpr, PA
 def _entering(
     outer, inner, text, segment, cut, head, first, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
-    """Return where the state before a segment lies, from its column `first` on: at a cut, or before the sequence."""
+    """Return the position of the state before a segment, from column `first` on: at a cut, or before the sequence."""
     at = outer + (text.to(gl.int64) * HV + head) * K * V + first
     if inner is not None and segment > 0:
         at = inner + ((cut + segment - 1).to(gl.int64) * HV + head) * K * V + first
@@ -137,7 +137,7 @@ def _entering(
 
 @gluon.jit
 def _text_bounds(text, bounds, first_slots, t, PACKED: gl.constexpr):
-    """Return what text_bounds of layout.py returns, in 32 bits."""
+    """The text_bounds of layout.py, in 32 bits."""
     if PACKED:
         start = _fresh(bounds + text, True).to(gl.int32)
         length = _fresh(bounds + text + 1, True).to(gl.int32) - start
@@ -151,7 +151,7 @@ def _text_bounds(text, bounds, first_slots, t, PACKED: gl.constexpr):
 
 @gluon.jit
 def _chunk_bounds(slot, bounds, first_slots, slot_texts, t, PACKED: gl.constexpr):
-    """Return what chunk_bounds of layout.py returns, in 32 bits."""
+    """The chunk_bounds of layout.py, in 32 bits."""
     if PACKED:
         text = gl.load(slot_texts + slot).to(gl.int32)
         start = gl.load(bounds + text).to(gl.int32)

@@ -1,4 +1,4 @@
-"""A few rows times a weight of 4 or 8 bits on the tensor cores, with what a block does around the product.
+"""A few rows times a weight of 4 or 8 bits on the tensor cores, with the adjacent operations of a block.
 
     y_r = sum_g scale_rg sum_c (code_rc - zero) x_c     columns c of group g      (lineate/quantised/format.py)
 
@@ -9,9 +9,9 @@ share the groups of columns of a pair among themselves, C groups each at a time.
 STAGES buffers in shared memory; the first codes are requested before the launch waits for the one before it
 (launching.overlapping).
 
-A thread reads 16 bytes of codes, 4 columns (4 bits: 8) of 4 rows, and makes of them just what it has to hold of the
-left operands of two products: which row of a product is which row of a tile is free, and so is the order of columns, if
-x has the same. Codes become 16-bit numbers by integer instructions on two at a time: 128 + code, or 1024 + code in
+A thread reads 16 bytes of codes, 4 columns (4 bits: 8) of 4 rows, and converts them to exactly its part of the left
+operands of two products: which row of a product is which row of a tile is free, and so is the order of columns, if x
+has the same. Codes become 16-bit numbers by integer instructions on two at a time: 128 + code, or 1024 + code in
 float16, is a number with the code as its last digits. The bits of a float8 number, put where a 16-bit number has its
 exponent and digits, make one that is a power of 2 smaller.
 
@@ -82,7 +82,7 @@ _EIGHT = gl.constexpr("=r,=r,r,r,r,r")
 
 @gluon.constexpr_function
 def _steps(count, dim, rank, unit=1):
-    """Return the bases of `count` places, `unit` apart, along a dimension."""
+    """Return the bases of `count` positions along a dimension, with stride `unit`."""
     return [[unit * 2**i if d == dim else 0 for d in range(rank)] for i in range((count - 1).bit_length())]
 
 
@@ -94,7 +94,7 @@ def _power(n):
 
 @gluon.constexpr_function
 def _code_layout(groups, tiles, steps, columns, WK, WM):
-    """Lay out codes `groups tiles steps 16 columns` as the left operand has them, 4 rows of a tile in a thread."""
+    """Return the layout of codes `groups tiles steps 16 columns` as the left operand, 4 rows of a tile in a thread."""
     registers = [
         *_steps(columns, 4, 5),
         *_steps(4, 3, 5),
@@ -108,7 +108,7 @@ def _code_layout(groups, tiles, steps, columns, WK, WM):
 
 @gluon.constexpr_function
 def _scale_layout(groups, tiles, WK, WM):
-    """Lay out scales `groups tiles 16` beside the sums of their rows."""
+    """Return the layout of scales `groups tiles 16` that matches the sums of their rows."""
     registers = [*_steps(4, 2, 3), *_steps(groups // WK, 0, 3, WK)]
     lanes = [[0, 0, 0], [0, 0, 0], *_steps(4, 2, 3, 4), *_steps(2, 1, 3)]
     warps = [*_steps(WM, 1, 3, 2), *_steps(WK, 0, 3)]
@@ -117,7 +117,7 @@ def _scale_layout(groups, tiles, WK, WM):
 
 @gluon.constexpr_function
 def _row_layout(groups, rows, WK, WM):
-    """Lay out x `groups rows 32` as the right operand has it."""
+    """Return the layout of x `groups rows 32` as the right operand."""
     registers = [*_steps(4, 2, 3), [0, 0, 16], *_steps(rows // 8, 1, 3, 8), *_steps(groups // WK, 0, 3, WK)]
     lanes = [*_steps(4, 2, 3, 4), *_steps(8, 1, 3)]
     warps = [*([[0, 0, 0]] * (WM - 1).bit_length()), *_steps(WK, 0, 3)]
@@ -179,7 +179,7 @@ def _fetch_scales(ring, at, first, limit, groups, stage, FP8: gl.constexpr):
 
 @gluon.jit
 def _overlap():
-    """Let the next launch begin, and wait for the one before."""
+    """Let the next launch begin, and wait for the previous one."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -188,8 +188,8 @@ def _overlap():
 
 @gluon.jit
 def _number(t, tile, TILES: gl.constexpr, GATED: gl.constexpr):
-    """Return which tile after `tile` a program's tile t is; one that is not there is the last, and is not stored."""
-    if GATED:  # tile 2p is a gate, tile 2p+1 what it multiplies
+    """Return which tile after `tile` a program's tile t is; a missing one is the last tile, and is not stored."""
+    if GATED:  # tile 2p is a gate, tile 2p+1 its factor
         return gl.minimum(t // 2, TILES - 1 - tile) + (t % 2) * TILES
     else:
         return gl.minimum(t, TILES - 1 - tile)
@@ -205,7 +205,8 @@ def multiply_quantised_rows(
 ):  # fmt: skip
     """32 WM channels of y `rows N` (GATED: 16 WM; SPLIT > 1: of one part of it, float32 `SPLIT rows N`).
 
-    codes are words of 4 bytes; what is None is left out. ONE: there is one row, which may have a norm. experts, with
+    codes are words of 4 bytes; operations whose argument is None are skipped. ONE: there is one row, which may have a
+    norm. experts, with
     ONE: row i of y is that of row i / EVERY of x and of weight experts[i] of many. The first CHANNELS channels are
     convolved with taps `CHANNELS SIZE` after past `rows CHANNELS SIZE-1`.
     """
@@ -303,7 +304,7 @@ def multiply_quantised_rows(
         g_x = _arange(GC, 0, copy_x)
         r_x = _arange(R, 1, copy_x)
         at_x = x + (r_x * K + g_x * 32 + _arange(32, 2, copy_x))
-        there = gl.where(r_x < rows, g_x, G)  # rows that are not there are groups that are not there
+        there = gl.where(r_x < rows, g_x, G)  # missing rows are treated as missing groups
         for s in gl.static_range(STAGES - 1):
             _fetch(ring_x, at_x, start + s * GC, limit, there, s, 32)
             async_copy.commit_group()
@@ -353,7 +354,7 @@ def multiply_quantised_rows(
     if bias is not None:
         found += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)
     if CHANNELS:
-        x0 = found.to(past.dtype.element_ty).to(gl.float32)  # as it is kept
+        x0 = found.to(past.dtype.element_ty).to(gl.float32)  # rounded as in the state
         sums += x0 * newest
         found = gl.where(n < CHANNELS, sums * _sigmoid(sums), x0)
         gl.store(at + (SIZE - 2), x0.to(past.dtype.element_ty), mask=moves)

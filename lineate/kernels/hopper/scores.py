@@ -1,4 +1,4 @@
-"""The parts of head_scores.py: places of chunks, products, and the inverse, in Gluon.
+"""The parts of head_scores.py: positions of chunks, products, and the inverse, in Gluon.
 
 A warp has 16 rows of the chunk (the accumulator's layout), a thread 2 x 16 entries. From q k^T, k k^T and the factors
 of the decay a thread makes P and N = -beta M as packed pairs of 16 bits. Bitwise masks cut them to the lower triangle,
@@ -153,7 +153,7 @@ def _begin_end(text, bounds, first_slots, PACKED: gl.constexpr):
 
 @gluon.jit
 def _place(slot, begin, end, first, t, PACKED: gl.constexpr):
-    """Return what chunk_bounds of layout.py returns, in 32 bits."""
+    """The chunk_bounds of layout.py, in 32 bits."""
     if PACKED:
         start = begin + (slot - first) * 64
         rows = gl.minimum(gl.maximum(end - start, 0), 64)
@@ -192,16 +192,16 @@ PAIRS = gl.constexpr(
         [[0, 1, 0, 0], [1, 0, 0, 0]], [], [2, 2, 16, 16],
     )
 )  # fmt: skip
-WORKERS = gl.constexpr(3)  # groups of warps in a program of head_scores that works beside the walk
+WORKERS = gl.constexpr(3)  # groups of warps in a program of head_scores that runs in parallel with the walk
 TILES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0]))
 
 
 @gluon.jit
 def _invert_blocks(N_low, N_high, swap, zero):
-    """Do levels 0 to 3, and the first half of level 4; return X and X N of the block beside.
+    """Do levels 0 to 3, and the first half of level 4; return X and X N of the adjacent block.
 
     N_low, N_high: columns ..32 and 32.. of N. swap `4 16 16` gets X of the even warps, then of the odd ones. A barrier
-    must follow before _merge_blocks. zero: 0; where the compiler does not know it, it keeps no masks in registers.
+    must follow before _merge_blocks. zero: 0, unknown to the compiler, which would otherwise keep masks in registers.
     """
     N0, N1 = _halves(N_low, 16)
     N2, N3 = _halves(N_high, 16)
@@ -230,7 +230,7 @@ def _invert_blocks(N_low, N_high, swap, zero):
 
 @gluon.jit
 def _merge_blocks(N_low, X, XN, swap, both):
-    """Do the rest: return T [64, 64]. both: room for X of rows ..32 and N of the other rows."""
+    """Do the rest: return T [64, 64]. both: a buffer for X of rows ..32 and N of the other rows."""
     w = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, SMALL)))[:, None, None]
     odd = _mask((w & 1) == 1)
     even = swap.slice(0, 2, 0).load(gl.SliceLayout(1, PAIRS))[:, None, :, :]

@@ -30,23 +30,23 @@ class HopperStages(PortableStages):
 
     @staticmethod
     def makes_beside(inputs: Inputs, options: Options) -> bool:
-        """Whether scores are made beside a walk that leaves room for it."""
+        """Whether scores are computed in parallel with a walk that leaves multiprocessors idle."""
         decay = inputs.log_decay
         return launch_scores.takes_beside(
             inputs.q, inputs.v, options.corrects, channel=decay is not None and decay.dim() == 4
         )
 
     def choose_products(self) -> tuple[str, ...]:
-        """Return products; with decay per channel a second launch makes the rows that are wild in channel.py."""
+        """Return products; with decay per channel a second launch computes the rows that are wild in channel.py."""
         return ("fp16", "tf32x3") if self.takes_channel else super().choose_products()
 
     def variant(self) -> tuple[object, ...]:
-        """Return what else selects the compiled kernels, including the value columns of the walks' programs."""
+        """Return further keys of the compiled kernels, including the value columns of the walks' programs."""
         blocks = launch_walks.forward_block(self.call), launch_walks.forward_block(self.call, map_only=True)
         return self.products, *blocks, launch_walks.backward_block(self.call), self.may_work_beside
 
     def made_in_walk(self, keep: bool) -> InWalk:
-        """Return what the forward walk makes itself, with the same bits: what is faster so, as measured."""
+        """Return the parts that the forward walk computes itself, with the same bits, where measured to be faster."""
         call = self.call
         if not (self.takes_call and call.q.dtype == torch.bfloat16 and not call.channel):
             return InWalk.NOTHING
@@ -59,7 +59,7 @@ class HopperStages(PortableStages):
         return InWalk.SCORES if fits else InWalk.NOTHING
 
     def make_head_room(self, in_walk: InWalk) -> Prepared:
-        """Return the buffers that fill_head_scores fills; marks too, if it works beside the walk."""
+        """Return the buffers that fill_head_scores fills; with marks if it runs in parallel with the walk."""
         ready = super().make_head_room(in_walk)
         if ready.T is None or self.call.sequences.cuts or not self.may_work_beside:
             return ready
@@ -67,7 +67,7 @@ class HopperStages(PortableStages):
 
     @property
     def may_work_beside(self) -> bool:
-        """Whether scores and inverse are made while a walk runs, unless it is cut."""
+        """Whether scores and inverse are computed while a walk runs, unless it is cut."""
         call = self.call
         fits = launch_scores.takes_beside(call.q, call.v, call.corrects, call.channel)
         return self.takes_call and fits and launch_scores.leaves_room(call)
@@ -99,7 +99,7 @@ class HopperStages(PortableStages):
             super().fill_wild_rows(ready)
 
     def walk_forward(self, ready: Prepared, walk: ForwardWalk) -> None:
-        """Go from chunk to chunk and fill what the walk names."""
+        """Go from chunk to chunk and fill the buffers of the walk."""
         if self.call.corrects and ready.T is None:
             launch_walks.walk_whole(self.call, ready, walk)
         elif self.takes_call:

@@ -75,7 +75,7 @@ def _places(
 
 @gluon.jit
 def _keep(entering, stage, held0, held1, layout: gl.constexpr, H: gl.constexpr):
-    """Put the state that entered a chunk into shared memory, to be stored."""
+    """Write the state that entered a chunk to shared memory, to be stored."""
     _half(entering, stage, 0).store(gl.convert_layout(held0, layout))
     if H == 2:
         _half(entering, stage, 64).store(gl.convert_layout(held1, layout))
@@ -140,8 +140,8 @@ def _copy_tiles(
 ):  # fmt: skip
     """Fetch the tiles of all chunks and store their results.
 
-    done[stage]: the others have read a chunk's tiles, and its results lie in shared memory. free[m]: those have left.
-    made: the marks of the chunks whose P and T are written, if head_scores runs beside this launch.
+    done[stage]: the others have read a chunk's tiles, and its results lie in shared memory. free[m]: results have been
+    stored. made: the marks of the chunks whose P and T are written, if head_scores runs in parallel.
     """
     for s in gl.static_range(STAGES):
         places = _places(
@@ -154,7 +154,7 @@ def _copy_tiles(
     phase = 0
     for n in range(count):
         there = n + STAGES < count
-        _await_mark(made, at + STAGES * HV, there)  # (here, because the answer takes a while)
+        _await_mark(made, at + STAGES * HV, there)  # (here, because the load takes a while)
         mbarrier.wait(done.index(stage), phase)
         places = _places(
             token + STAGES * 64, at + STAGES * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP, SCORES
@@ -185,7 +185,7 @@ def _walk(
     CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr, SCORES: gl.constexpr,
     GATED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Walk over the chunks. start, final: where the state of these columns lies before and after."""
+    """Walk over the chunks. start, final: the positions of the state of these columns before and after."""
     H: gl.constexpr = K // 64
     dtype: gl.constexpr = kept_k.dtype
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
@@ -204,7 +204,7 @@ def _walk(
         if H == 2:
             S1 = gl.where(i + (first - V) == j + 64, 1.0, gl.load(start + i + (j + 64) * V, mask=given, other=0.0))
     else:
-        S0 = _fresh(start + i + j * V, True)  # (with `made`, nothing has been waited for)
+        S0 = _fresh(start + i + j * V, True)  # (with `made`, there was no wait for the previous launch)
         S1 = S0
         if H == 2:
             S1 = _fresh(start + i + (j + 64) * V, True)
@@ -385,12 +385,12 @@ def forward_state(
     PACKED: gl.constexpr, SCORES: gl.constexpr, GATED: gl.constexpr, LINK: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Do what state.py's forward_state does. q, k, w, v, P, T, factors, output, states: descriptors; out: the output.
+    """Compute forward_state of state.py. q, k, w, v, P, T, factors, output, states: descriptors; out: the output.
 
     factors are rows of 64: those of gates.py or, with CHANNEL, e^{G_c} in halves and beta. With CHANNEL, k, q, w are
     Kr, Qr, Kw; without CORRECTS nothing reads with k, and k is Kw. MAP, as in state.py, reads neither q nor P.
     SCORES: P is not read (its descriptor gives the layout) but computed from q, k and, if GATED, the factors.
-    made `slot hv`: head_scores runs beside this launch, and sets a 1 for each chunk whose P and T are written.
+    made `slot hv`: head_scores runs in parallel, and sets a 1 for each chunk whose P and T are written.
     """
     gl.static_assert(not (SCORES and (CHANNEL or MAP or CORRECTS)))
     gl.static_assert(K == 128 or K == 64)

@@ -102,7 +102,7 @@ def _read(dO, kept_factors, stage, layout: gl.constexpr, left: gl.constexpr, CHA
 
 @gluon.jit
 def _leave(leaving0, leaving1, stage, held0, held1, layout: gl.constexpr, H: gl.constexpr):
-    """Put the dS that left a chunk into shared memory, to be stored."""
+    """Write the dS that left a chunk to shared memory, to be stored."""
     leaving0.index(stage).store(gl.convert_layout(held0, layout))
     if H == 2:
         leaving1.index(stage).store(gl.convert_layout(held1, layout))
@@ -118,7 +118,7 @@ def _copy_tiles(
     """Fetch the tiles of all chunks and store their results.
 
     begun: the others have read dO and P of the first chunk. done[stage]: they have read a chunk's tiles, and dO and P
-    of the next; its results lie in shared memory. free[m]: those have left. made: as for the forward walk.
+    of the next; its results are in shared memory. free[m]: results have been stored. made: as for the forward walk.
     """
     AHEAD: gl.constexpr = STAGES if STAGES > EARLY else EARLY + 1  # chunks whose T, or P, is fetched
     gl.static_assert(OTHERS <= AHEAD)
@@ -190,14 +190,14 @@ def _walk(
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OTHERS: gl.constexpr,
     EARLY: gl.constexpr, OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Walk over the chunks. start, dstart: where dS of these columns lies behind and before them."""
+    """Walk over the chunks. start, dstart: the positions of dS of these columns after and before them."""
     H: gl.constexpr = K // 64
     dtype: gl.constexpr = kept_k.dtype
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     i = gl.arange(0, BV, gl.SliceLayout(1, acc))[:, None]
     j = gl.arange(0, 64, gl.SliceLayout(0, acc))[None, :]
-    dS0 = _fresh(start + i + j * V, True)  # (with `made`, nothing has been waited for)
+    dS0 = _fresh(start + i + j * V, True)  # (with `made`, there was no wait for the previous launch)
     dS1 = dS0
     if H == 2:
         dS1 = _fresh(start + i + (j + 64) * V, True)
@@ -372,7 +372,7 @@ def backward_state(
     OTHERS: gl.constexpr, EARLY: gl.constexpr, OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr,
     PACKED: gl.constexpr, LINK: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Do what state.py's backward_state does. q ... dstates: descriptors; numbers: the factors; dv: the dvalues.
+    """Compute backward_state of state.py. q ... dstates: descriptors; numbers: the factors; dv: the dvalues.
 
     factors are rows of 64: those of gates.py or, with CHANNEL, e^{G_c} in halves and beta. With CHANNEL, k, q, w are
     Kr, Qr, Kw; without CORRECTS nothing reads with k, and k is Kw. made: as for forward_state.

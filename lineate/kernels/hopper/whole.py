@@ -1,8 +1,8 @@
 """Scores, inverse, state and output of a sequence in one walk, for Hopper (sm_90), in Gluon.
 
-A program walks one sequence and value head, 128 value columns at a time. Its warps have three parts:
+A program walks one sequence and value head, 128 value columns at a time. Its warps form three groups:
 
-    columns     eight warps with the state of 128 value columns in registers do what walk.py does
+    columns     eight warps with the state of 128 value columns in registers walk as in walk.py
     scores      four warps fetch the tiles of the chunks (TMA) and make P and N = -beta M of a chunk
     T           four warps make T = (I - N)^-1, as scores.py does
 
@@ -11,14 +11,14 @@ shared memory, and each input is read once. Barriers between the parts:
 
     ready_q, ready_k, ready_f[stage], ready_v[m]    q, k and the factors of a chunk have arrived; its values have
     full_N, taken       P and N of a chunk are made; N has been read
-    full_T[m]           T of a chunk is made, and all that the columns read of this chunk, and k of the next, is there;
+    full_T[m]           T of a chunk, all inputs of the columns for this chunk, and k of the next are ready;
                         rows after the sequence's end are 0
     there               the same for k of the only chunk, which the columns read before that
     empty[m]            the columns have read all tiles of a chunk
-    mended              the scores' warps, which have more registers, have made T of a chunk with wild rows
+    mended              the scores' warps, which have more registers, have computed T of a chunk with wild rows
 
-The state in 16 bits, the left operand of k S and q S, lies in shared memory, because registers are what limits the
-number of warps.
+The state in 16 bits, the left operand of k S and q S, lies in shared memory, because registers limit the number of
+warps.
 """
 
 from triton.experimental import gluon
@@ -70,7 +70,7 @@ STAGES = gl.constexpr(3)
 STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16]))  # 128 value columns by 64
 SQUARE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 # Registers a thread; the columns have 160. With fewer, their products wait for each other (ptxas C7512), and the warps
-# of T read what was spilled.
+# of T spill registers.
 SCORE_REGISTERS = gl.constexpr(112)
 T_REGISTERS = gl.constexpr(80)
 
@@ -208,7 +208,7 @@ def _wide(x):
 
 @gluon.jit
 def _state_times(held_low, held_high, tile, into):
-    """Begin S x for the 64 rows x of a tile; what `into` has is overwritten.
+    """Begin S x for the 64 rows x of a tile; `into` is overwritten.
 
     Naming the registers keeps their number low: the products follow each other in the same 32.
     """
@@ -222,7 +222,7 @@ def _walk_columns(
     full_T, empty, made_P, made_T, held_low, held_high, written, token, count, rows, column_o, entry, lasts,
     HV: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
-    """Walk with the state of 128 value columns, as walk.py does. entry: where their state lies in starts and final."""
+    """Walk with the state of 128 value columns, as walk.py does. entry: its position in starts and final."""
     left: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     i = gl.arange(0, 128, gl.SliceLayout(1, STATE))[:, None]
     j = gl.arange(0, 64, gl.SliceLayout(0, STATE))[None, :]

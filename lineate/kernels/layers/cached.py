@@ -1,4 +1,4 @@
-"""Softmax attention of a few new tokens over cached keys and values, each row over as many as it has.
+"""Softmax attention of a few new tokens over cached keys and values, each row over its own number of them.
 
     o = sum_j e^{s_j} v_j / sum_j e^{s_j},    s_j = scale q . k_j,    j up to the query's own token
 
@@ -128,7 +128,7 @@ def join_parts(
 
 
 def serves_cached(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether cached_attention takes these."""
+    """Whether cached_attention supports these tensors."""
     queries = q.shape[1] * (q.shape[2] // k.shape[2])
     return (
         q.dtype in KERNEL_DTYPES and q.dtype == k.dtype == v.dtype and k.shape == v.shape
@@ -145,7 +145,7 @@ def cached_attention(
         q: Queries `rows t heads d`.
         k: Cached keys `rows n kv d`.
         v: Cached values `rows n kv d`.
-        lengths: How many of the n each row has, those of q included, int64 `rows`.
+        lengths: The number of entries of each row, including those of q, int64 `rows`.
         scale: Multiplies the scores.
         gate: `rows t heads*d`, whose sigmoid multiplies the result; None: there is none.
     """

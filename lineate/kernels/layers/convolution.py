@@ -4,7 +4,7 @@
 
 A program walks along the tokens of BC channels with the last inputs in registers, so each input is read once. Tokens
 are numbered within their batch row; a sequence (`text` in the code) is that row, or one of the sequences packed into
-it. Behind the programs that walk come some more, one a sequence and BC channels, for the state. All arithmetic is
+it. After the programs that walk, further programs, one per sequence and BC channels, write the state. All arithmetic is
 float32.
 """
 
@@ -198,7 +198,7 @@ def convolve_one(
     if bias is not None:
         u += shift
     tl.store(y + row * CHANNELS + c, u * _sigmoid(u), mask=has)
-    tl.debug_barrier()  # every thread has read what may be overwritten now
+    tl.debug_barrier()  # every thread has read the data that may be overwritten now
     final += (row * CHANNELS + c) * (SIZE - 1)
     tl.store(final + (SIZE - 2), x0, mask=has)
     if SIZE > 2:
@@ -211,7 +211,7 @@ def convolve_one(
 def _last_gradient(
     dfinal, row, j, c, has, there, SIZE: tl.constexpr, CHANNELS: tl.constexpr
 ):  # fmt: skip
-    """Load the gradient of place j of a sequence's new state."""
+    """Load the gradient of position j of a sequence's new state."""
     at = dfinal + (tl.cast(row, tl.int64) * CHANNELS + c) * (SIZE - 1) + j
     return tl.load(at, mask=has & there, other=0.0).to(tl.float32)
 
@@ -270,7 +270,7 @@ def convolve_backward(
 ):  # fmt: skip
     """du_t = dy_t silu'(u_t),  dx_t = sum_a w_a du_{t+a},  dw_a = sum_t du_t x_{t-a}.
 
-    The walk is that of convolve, SIZE - 1 tokens further: dx of a token is stored when the last that saw it has passed.
+    The walk is that of convolve, SIZE - 1 tokens further: dx of a token is stored after the last token that read it.
     partials `walks SIZE channels` (by age) are the sums over each walk's own tokens.
     """
     PACKED: tl.constexpr = bounds is not None
@@ -318,7 +318,7 @@ def convolve_backward(
     n = tl.minimum(t - first, walk)
     seen = tl.minimum(t - first, walk + PAST)
     x1, x2, x3 = _window(x, stride, state, row, first - start, c, has, SIZE, CHANNELS)
-    # dw by age; and what is known of dx of the token before, of the one before that, ...
+    # dw by age; and partial sums of dx of the previous token, of the one before that, ...
     dw0 = tl.zeros((BC,), tl.float32)
     dw1 = tl.zeros((BC,), tl.float32)
     dw2 = tl.zeros((BC,), tl.float32)

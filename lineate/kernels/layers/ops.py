@@ -20,7 +20,7 @@ _PROGRAMS = 2048
 
 
 def _unit(sizes: tuple[int, ...]) -> int:
-    """Return how many elements strides are counted in: 8 if all are multiples of it, so a thread can load 16 bytes."""
+    """Return the unit of strides in elements: 8 if all are multiples of it, so a thread can load 16 bytes."""
     return 8 if all(size % 8 == 0 for size in sizes) else 1
 
 
@@ -340,7 +340,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def _unit_tiles(rows: int, n: int, elements: int) -> tuple[dict[str, int], int]:
-    """Return a tile of so many elements, and how many of them there are."""
+    """Return the size of a tile of `elements` elements, and the number of tiles."""
     width = min(1024, next_power(n))
     tile = {"ROWS": elements // width, "BN": width}
     return tile, ceil_div(rows, tile["ROWS"]) * ceil_div(n, width)
@@ -471,7 +471,7 @@ _run_rotate = register_op(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x `b t heads d` with its first 2 n channels turned by the angles of cos and sin `[b] t n`, float32."""
+    """Return x `b t heads d` with its first 2 n channels rotated by the angles of cos and sin `[b] t n`, float32."""
     check_dtypes(x=x)
     for name, table in (("cos", cos), ("sin", sin)):
         shapes = [(*x.shape[k:2], cos.shape[-1]) for k in (0, 1)]

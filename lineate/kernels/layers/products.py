@@ -1,8 +1,8 @@
-"""A few rows times a weight, with what a block does around the product.
+"""A few rows times a weight, with the adjacent operations of a block.
 
     y = W norm(x)                      RMSNorm before it
     y = silu(G norm(x)) U norm(x)      the gated unit, W = G | U
-    y = silu(conv(W norm(x)))          the short convolution of the first channels, whose last inputs move on in place
+    y = silu(conv(W norm(x)))          the short convolution of the first channels; its last inputs are updated in place
     y = W x + residual
 
 A product with a few rows reads every weight once and is bound by that alone. One row takes one launch, all of it in
@@ -30,7 +30,7 @@ MOST_ROWS = 64
 STEP = 128
 """How many channels of x a program on Hopper multiplies at a time."""
 STAGES = 4
-"""The most tiles of weights that such a program has on their way; two programs fit on a multiprocessor."""
+"""The most tiles of weights that such a program has in flight; two programs fit on a multiprocessor."""
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def multiply_one(
     N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr,
     CHANNELS: tl.constexpr, SIZE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BN channels of y `N` from x `K` and weight `N K` (GATED: `2N K`); what is None is left out.
+    """BN channels of y `N` from x `K` and weight `N K` (GATED: `2N K`); operations whose argument is None are skipped.
 
     The first CHANNELS channels are convolved with taps `CHANNELS SIZE` after past `CHANNELS SIZE-1`.
     """
@@ -72,10 +72,10 @@ def multiply_one(
     if GATED:
         found *= _sigmoid(found) * tl.sum(u.to(tl.float32) * row[None, :], 1)
     if taps is not None:
-        x0 = found.to(past.dtype.element_ty).to(tl.float32)  # as it is kept
+        x0 = found.to(past.dtype.element_ty).to(tl.float32)  # rounded as in the state
         convolved = _sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE)
         found = tl.where(moves, convolved * _sigmoid(convolved), x0)
-        tl.debug_barrier()  # every thread has read what is overwritten now
+        tl.debug_barrier()  # every thread has read the data that is overwritten now
         past += n * (SIZE - 1)
         tl.store(past + (SIZE - 2), x0, mask=moves)
         if SIZE > 2:
@@ -94,7 +94,7 @@ Convolution = tuple[Tensor, Tensor]
 
 
 def serves_one(x: Tensor, weight: Tensor) -> bool:
-    """Whether product_one takes x `1 k` and weight `n k`."""
+    """Whether product_one supports x `1 k` and weight `n k`."""
     return (
         x.shape[0] == 1 and x.shape[1] <= WIDEST and x.dtype in KERNEL_DTYPES and weight.dtype == x.dtype
         and type(weight) in PLAIN_TENSORS
@@ -112,7 +112,7 @@ def product_one(
     convolution: Convolution | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Return x weight^T `1 n` with what is given around it, without gradients.
+    """Return x weight^T `1 n` with the given adjacent operations, without gradients.
 
     Args:
         x: `1 k`.
@@ -143,7 +143,7 @@ def product_one(
 
 
 def serves_few(x: Tensor, weight: Tensor) -> bool:
-    """Whether product_few takes x `rows k` and weight `n k`."""
+    """Whether product_few supports x `rows k` and weight `n k`."""
     rows, k = x.shape
     return (
         1 < rows <= MOST_ROWS and x.is_cuda and is_hopper(x.device) and x.dtype in (torch.bfloat16, torch.float16)

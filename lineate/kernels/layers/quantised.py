@@ -1,6 +1,6 @@
 """Kernels for weights of 8 and 4 bits in tiles (lineate/quantised/format.py): products of a row, and decoding.
 
-    y_r = sum_g scale_rg sum_c (code_rc - zero) x_c      with what a block does around the product (products.py)
+    y_r = sum_g scale_rg sum_c (code_rc - zero) x_c      with the adjacent operations of a block (products.py)
 
 A group g has 32 columns and a scale of float16, or with FP8 128 columns and a scale of float32; codes are then float8
 numbers, and zero is 0. Codes are read as words of 4 bytes: word p of a row of a tile has columns 4p to 4p+3 (8 bits),
@@ -46,7 +46,7 @@ def _column(x, norm, c, has, SHIFT: tl.constexpr):
 
 @triton.jit
 def _products(codes, scales, x, norm, p, has, BITS: tl.constexpr, FP8: tl.constexpr, SHIFT: tl.constexpr):
-    """Return what words p of the 16 rows of a tile add to y, `p 16`."""
+    """Return the summands of y from words p of the 16 rows of a tile, `p 16`."""
     r = tl.arange(0, 16)
     words = tl.load(codes + p[:, None] * 16 + r[None, :], mask=has[:, None], other=0)
     c = p * 4 if BITS == 8 else p // 4 * 32 + p % 4 * 4
@@ -67,7 +67,7 @@ def multiply_quantised(
     SHIFT: tl.constexpr, GATED: tl.constexpr, EVERY: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """16 channels of a row of y `rows N` from x `rows K`; codes are words; what is None is left out.
+    """16 channels of a row of y `rows N` from x `rows K`; codes are words; operations with None are skipped.
 
     GATED: y is silu(first half) times second half, of N channels each. experts: row i of y is that of row i / EVERY of
     x and of weight experts[i] of many. The first CHANNELS channels are convolved with taps `CHANNELS SIZE` after past
@@ -117,10 +117,10 @@ def multiply_quantised(
         past += row.to(tl.int64) * (CHANNELS * (SIZE - 1))
         x1, x2, x3 = _window(past, 0, past, 0, 0, n, moves, SIZE, CHANNELS)
         w0, w1, w2, w3 = _weights(taps, n, moves, SIZE)
-        x0 = found.to(past.dtype.element_ty).to(tl.float32)  # as it is kept
+        x0 = found.to(past.dtype.element_ty).to(tl.float32)  # rounded as in the state
         convolved = _sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE)
         found = tl.where(moves, convolved * _sigmoid(convolved), x0)
-        tl.debug_barrier()  # every thread has read what is overwritten now
+        tl.debug_barrier()  # every thread has read the data that is overwritten now
         past += n * (SIZE - 1)
         tl.store(past + (SIZE - 2), x0, mask=moves)
         if SIZE > 2:

@@ -1,8 +1,8 @@
-"""Products of a few rows with a weight of 8 or 4 bits, with what a block does around them; decoded weights.
+"""Products of a few rows with a weight of 8 or 4 bits, with the adjacent operations of a block; decoded weights.
 
 Rows of 16 bits on Hopper go to the tensor cores (hopper/quantised_rows.py), up to MOST_ROWS of them. Others are
 multiplied one by one on the ordinary cores (quantised.py), up to MOST_PORTABLE_ROWS. More rows are multiplied by a
-decoded weight, or, if the caller asks for it, rounded to float8 and multiplied by the float8 numbers of a weight.
+decoded weight, or, if the caller requests it, rounded to float8 and multiplied by the float8 numbers of a weight.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from lineate.kernels.layers.ops import KERNEL_DTYPES, SIZES
 from lineate.kernels.layers.products import WIDEST, Convolution, Norm
 
 MOST_ROWS = 64
-LONGEST_ROW = 2**16  # of one row that lies whole in shared memory
+LONGEST_ROW = 2**16  # of one row that fits into shared memory
 MOST_PORTABLE_ROWS = 16
 BLOCK = 2**25
 """Elements of a weight that are decoded at a time for many rows."""
@@ -60,7 +60,7 @@ def uses_tensor_cores(x: Tensor) -> bool:
 
 
 def serves(x: Tensor, weight: Codes) -> bool:
-    """Whether multiply takes x `rows k`."""
+    """Whether multiply supports x `rows k`."""
     most = MOST_ROWS if uses_tensor_cores(x) else MOST_PORTABLE_ROWS
     return (
         0 < x.shape[0] <= most and x.dtype in KERNEL_DTYPES and x.is_contiguous() and x.data_ptr() % 16 == 0
@@ -81,7 +81,7 @@ def takes_gate(weight: Codes) -> bool:
 
 
 def parts_of(x: Tensor, weight: Codes) -> int:
-    """Return into how many sums multiply had better cut k, so that every multiprocessor has a program."""
+    """Return the number of parts of k for multiply with which every multiprocessor has a program."""
     if not uses_tensor_cores(x):
         return 1
     shape = _shape(x.shape[0], weight, ceil_div(weight.rows, 32) <= multiprocessors(x.device))
@@ -101,7 +101,7 @@ def multiply(
     residual: Tensor | None = None,
     parts: int = 1,
 ) -> Tensor:
-    """Return x weight^T `rows n` with what is given around it, without gradients.
+    """Return x weight^T `rows n` with the given adjacent operations, without gradients.
 
     Args:
         x: `rows k`, which `serves` takes.
@@ -178,7 +178,7 @@ def _launch(
 
 
 def _shape(rows: int, weight: Codes, alone: bool) -> dict[str, int]:
-    """Return how multiply_quantised_rows shares the work of so many rows: see there.
+    """Return the configuration of multiply_quantised_rows for a number of rows: chunk, warps, stages.
 
     alone: whether each program has a multiprocessor to itself.
 
@@ -192,7 +192,7 @@ def _shape(rows: int, weight: Codes, alone: bool) -> dict[str, int]:
     """
     bits, k, scale = weight.bits, weight.columns, weight.scales.itemsize
     width = max(8, next_power(rows))
-    pairs = {8: 1, 16: 1, 32: 2, 64: 4}[width]  # of tiles; more rows of x are worth reading for more of the weight
+    pairs = {8: 1, 16: 1, 32: 2, 64: 4}[width]  # of tiles; more rows of x pay for larger parts
     chunk, warps, most = 8 // bits, 8 // pairs, 5
     if rows == 1:
         chunk, warps, most = 2, 4, 6
@@ -213,7 +213,7 @@ def _shape(rows: int, weight: Codes, alone: bool) -> dict[str, int]:
 
 
 def decoded(weight: Codes, dtype: torch.dtype, first: int = 0, tiles: int | None = None) -> Tensor:
-    """Return the rows of so many tiles from tile `first` on, `rows k`; None: all, of all experts if there are any."""
+    """Return the rows of `tiles` tiles from tile `first` on, `rows k`; None: all, of all experts if there are any."""
     flat = Codes(weight.codes.flatten(0, -5), weight.scales.flatten(0, -3), weight.rows, weight.kernel)
     k = weight.columns
     if weight.codes.dim() == 6:

@@ -1,8 +1,8 @@
-"""Rotary positions in one launch: pairs of channels of a head turn, the others are copied.
+"""Rotary positions in one launch: pairs of channels of a head are rotated, the others are copied.
 
     y_i = x_i cos - x_{i+n} sin,  y_{i+n} = x_{i+n} cos + x_i sin       i < n = HALF, cos and sin of the token's angle i
 
-The backward turns them the other way. All arithmetic is float32.
+The backward rotates them by the opposite angles. All arithmetic is float32.
 """
 
 import triton
@@ -17,7 +17,7 @@ def turn(
 ):  # fmt: skip
     """x `b t HEADS SIZE`, its strides in units; cos, sin `b t HALF`, table_batch 0 if all b share them; y is dense.
 
-    A tile [ROWS, BH] of heads of tokens for each half, and [ROWS, BR] of what does not turn.
+    A tile [ROWS, BH] of heads of tokens for each half, and [ROWS, BR] of the channels that are not rotated.
     """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = r // HEADS

@@ -3,7 +3,8 @@
     y = x / sqrt(mean x^2 + eps) w act(z)            RMSNorm, with an output gate or without
     y = silu(gate) up                                the gated linear unit
 
-All arithmetic is float32. Sums over tokens (the gradients of weights) are made in two steps, always in the same order.
+All arithmetic is float32. Sums over tokens (the gradients of weights) are computed in two steps, always in the same
+order.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""One token a row of a linear mixer, and of attention: what lies between their projections, without gradients.
+"""One token per row of a linear mixer, or of attention: the operations between the projections, without gradients.
 
 A linear mixer takes one launch, a program a row and value head with its whole memory in registers:
 
@@ -7,8 +7,8 @@ A linear mixer takes one launch, a program a row and value head with its whole m
 
 layers/step_spec.py says which parts a mixer has. A norm over groups of all heads' channels is a second launch.
 
-Attention takes one launch that norms and turns queries and keys, and writes keys and values into the caches; then
-cached.py reads them.
+Attention takes one launch that normalizes and rotates queries and keys, and writes keys and values into the caches;
+then cached.py reads them.
 """
 
 import math
@@ -33,7 +33,7 @@ SIGMOID = tl.constexpr(2)
 DECAY_GATES = {"none": 0, "speed": 1, "sigmoid": 2, "step": 3}
 """The functions from the raw decay to the decay (layers/step_spec.py), and their numbers in the kernel."""
 MOST_STATE = 128 * 128
-"""The most numbers of a head's memory that a program has in registers."""
+"""The most elements of a head's memory that a program has in registers."""
 FEW_ROWS = 4
 """Up to this many rows `mix` runs, which takes less time than `decode` and a norm at one row, and more at 32 (H200)."""
 
@@ -131,12 +131,12 @@ def mix_token(
 
 @dataclass(frozen=True)
 class Token:
-    """What `mix` computes beyond its tensors; see layers/step_spec.py.
+    """The options of `mix`; see layers/step_spec.py.
 
     Args:
         unit: Whether q and k are normalised.
         decay_gate: The function from the raw decay to the decay.
-        scale: Multiplies what is read.
+        scale: Multiplies the output.
         beta_scale: beta lies in (0, beta_scale).
         lower_bound: Of log_decay, or None.
         temperature: Of the decay gate "sigmoid".
@@ -167,7 +167,7 @@ def mix(
 
     Args:
         inputs: q, k `rows 1 h k`, v `rows 1 hv v`, raw gates or None, the memory, A_log and dt_bias.
-        token: What is computed.
+        token: The computation, see Token.
         norm: The output gate before its activation, `rows 1 hv*v`; the norm's weight, `v`, and eps; whether the
             activation is silu, otherwise it is the sigmoid. None: neither is applied, and the result is float32.
         skip: D `hv`: D v is added.
@@ -248,7 +248,7 @@ def norm_groups(x: Tensor, z: Tensor, weight: Tensor, *, groups: int, eps: float
 
 
 def serves_memory(state: Tensor) -> bool:
-    """Whether `mix` takes this memory, `rows hv k v`."""
+    """Whether `mix` supports this memory, `rows hv k v`."""
     key_dim, value_dim = state.shape[-2:]
     return (
         next_power(key_dim) * next_power(value_dim) <= MOST_STATE
@@ -268,7 +268,7 @@ def _entered(
     source, norm, frequencies, position, eps, SIZE: tl.constexpr, HALF: tl.constexpr, BD: tl.constexpr,
     SHIFT: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Return a head's query or key after its norm and its turn; rounded in between, as between two launches."""
+    """Return a head's query or key after its norm and its rotation; rounded in between, as between two launches."""
     d = tl.arange(0, BD)
     has = d < SIZE
     x = tl.load(source + d, mask=has, other=0.0).to(tl.float32)
@@ -278,7 +278,7 @@ def _entered(
     x = x.to(dtype).to(tl.float32)
     if HALF:
         turns = d < 2 * HALF
-        other = tl.where(d < HALF, d + HALF, d - HALF)  # the channel that turns with this one
+        other = tl.where(d < HALF, d + HALF, d - HALF)  # the other channel of the rotated pair
         partner = tl.load(source + other, mask=turns, other=0.0).to(tl.float32)
         if norm is not None:
             partner *= _factor(norm, other, turns, inverse, SHIFT)
@@ -304,7 +304,7 @@ def place_token(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    at = tl.load(lengths + row)  # this token's place
+    at = tl.load(lengths + row)  # this token's position
     there = (at >= 0) & (at < capacity)
     place = row * cache_row + at * cache_token
     if unit >= HEADS + KV:
@@ -331,17 +331,17 @@ def place(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """Norm and turn one token a row, write its key and value after the others, and return the query `rows 1 heads d`.
+    """Normalize and rotate one token per row, write its key and value, and return the query `rows 1 heads d`.
 
     Args:
         q: `rows 1 heads d`.
         k: `rows 1 kv d`.
         v: `rows 1 kv d`.
         norms: The weights `d` of the RMSNorms of q and of k, their eps, and whether they are zero-centred.
-        frequencies: The angles by which pairs of channels turn with every token, float32 `n`; None: nothing turns.
-        lengths: How many tokens each row has, without this one, int64 `rows`.
-        keys: Where the keys are, `rows n kv d`; it is changed.
-        values: Where the values are, `rows n kv d`; it is changed.
+        frequencies: The angles by which pairs of channels rotate per token, float32 `n`; None: no rotation.
+        lengths: The number of tokens of each row, without this one, int64 `rows`.
+        keys: The key cache `rows n kv d`, which is written.
+        values: The value cache `rows n kv d`, which is written.
     """
     rows, _, heads, size = q.shape
     kv = k.shape[2]

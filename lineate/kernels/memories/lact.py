@@ -85,11 +85,11 @@ def write_tokens(au, z, rates, s, hidden, rows, E: tl.constexpr, ROWS: tl.conste
 def write_tokens_backward(
     au, z, rates, ds, dhidden, drates, rows, E: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr
 ):  # fmt: skip
-    """Overwrite a | u and z by their gradients, where e_i is rate_i times the gradient by what is written into W_i:
+    """Overwrite a | u and z with their gradients, where e_i is rate_i times the gradient of the write into W_i:
 
         da = z (e0 u silu'' + e2 silu') + e1 u silu'    du = e0 z silu' + e1 silu    dz = e0 u silu' + e2 silu
 
-    Also overwrite ds and dhidden by s and hidden. One program takes ROWS whole rows.
+    Also overwrite ds and dhidden with s and hidden. One program takes ROWS whole rows.
     """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     rate0, rate1, rate2 = _load_rates(rates, r, rows)
@@ -304,7 +304,7 @@ def _programs(rows: int, tile: dict[str, int]) -> int:
 
 
 def writes(au: Tensor, z: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
-    """Do what steps.writes does."""
+    """Compute steps.writes in one launch."""
     s, hidden = torch.empty_like(au), torch.empty_like(z)
     rows, tile = _token_tiles(z, 2048)
     with torch.cuda.device_of(z):
@@ -313,14 +313,14 @@ def writes(au: Tensor, z: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def writes_backward(au: Tensor, z: Tensor, rates: Tensor, ds: Tensor, dhidden: Tensor, drates: Tensor) -> None:
-    """Do what steps.writes_backward does."""
+    """Compute steps.writes_backward in one launch."""
     rows, tile = _token_tiles(z, 1024)
     with torch.cuda.device_of(z):
         start(write_tokens_backward, (ceil_div(rows, tile["ROWS"]),))(au, z, rates, ds, dhidden, drates, rows, **tile)
 
 
 def glu_backward(au: Tensor, dhidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Do what steps.glu_backward does."""
+    """Compute steps.glu_backward in one launch."""
     dau = torch.empty_like(au)
     rows, tile = _token_tiles(dhidden, 2048)
     with torch.cuda.device_of(au):
@@ -333,7 +333,7 @@ def _matrix_tiles(e: int, d: int) -> dict[str, int]:
 
 
 def change(sums: Tensor, mean: Tensor, previous: Tensor, out: Tensor, eps: float) -> Tensor:
-    """Do what steps.change does."""
+    """Compute steps.change in one launch."""
     r, e, d = sums.shape[0], sums.shape[1] // 3, sums.shape[2]
     x = sums.new_empty(3 * r, e, d)
     with torch.cuda.device_of(sums):
@@ -344,7 +344,7 @@ def change(sums: Tensor, mean: Tensor, previous: Tensor, out: Tensor, eps: float
 def change_backward(
     dx: Tensor, at: tuple[Tensor, Tensor, Tensor], base: Tensor | None, mean: Tensor, out: Tensor
 ) -> Tensor:  # fmt: skip
-    """Do what steps.change_backward does; `at` is x, size and inverse of the unit matrices."""
+    """Compute steps.change_backward in one launch; `at` is x, size and inverse of the unit matrices."""
     x, size, inverse = at
     dprevious = torch.empty_like(out)
     base = None if base is None else base.contiguous()
@@ -357,14 +357,14 @@ def change_backward(
 
 
 def rescale(matrices: Tensor, step: Tensor, norms: Sequence[Tensor], out: Tensor, eps: float) -> None:
-    """Do what steps.rescale does."""
+    """Compute steps.rescale in one launch."""
     _rescale(matrices, step, None, norms, out, (None, None), eps)
 
 
 def rescale_backward(
     given: Tensor, moved: Tensor, norms: Sequence[Tensor], dnorms: Sequence[Tensor], eps: float
 ) -> Tensor:  # fmt: skip
-    """Do what steps.rescale_backward does."""
+    """Compute steps.rescale_backward in one launch."""
     dmoved = torch.empty_like(moved)
     _rescale(moved, None, given.contiguous(), norms, dmoved, dnorms, eps)
     return dmoved

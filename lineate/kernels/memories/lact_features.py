@@ -40,7 +40,7 @@ def _load(x, scale, offset, r, rows, stride, j, D: tl.constexpr, H: tl.constexpr
 
 @triton.jit
 def _choose(q, k, v, H: tl.constexpr):
-    """Return the one of q, k and v that program_id(1) works on."""
+    """Return the one of q, k and v that program_id(1) computes."""
     part = tl.program_id(1) // H
     x = q
     if part == 1:

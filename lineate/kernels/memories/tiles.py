@@ -1,8 +1,8 @@
 """Functions that load, store and multiply tiles of the matrices of memories that learn, all in float32.
 
-Several programs, a group, can share a matrix: each has some of its rows or columns, and they add up what all of them
-need. Program p of PARTS stores its summand, waits until all have stored theirs (launch_cooperative_grid makes a group
-run at one time), and adds all summands in the order of p, so the group agrees to the bit.
+Several programs, a group, can share a matrix: each has some of its rows or columns, and they sum the quantities that
+all of them need. Program p of PARTS stores its summand, waits until all have stored theirs (launch_cooperative_grid
+makes a group run at one time), and adds all summands in the order of p, so the group agrees to the bit.
 """
 
 from typing import NamedTuple
@@ -49,7 +49,7 @@ def own_room(room, arrived, NUMBERS: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def put_part(x, room, turn, i, j, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Store this program's summand x[i, j] in the group's room `2 PARTS ROWS COLUMNS`, whose halves alternate."""
+    """Store this program's summand x[i, j] in the group's buffer `2 PARTS ROWS COLUMNS`, whose halves alternate."""
     if PARTS > 1:
         size = ROWS * COLUMNS
         store_tile(room + ((turn % 2) * PARTS + tl.program_id(1)) * size, x, i, j, ROWS, COLUMNS)
@@ -59,7 +59,7 @@ def put_part(x, room, turn, i, j, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUM
 def meet(arrived, turn, PARTS: tl.constexpr):
     """Wait for the group to arrive; arrived is its counter, which is 0 before turn 0."""
     if PARTS > 1:
-        tl.debug_barrier()  # the group must see what all threads of this program stored
+        tl.debug_barrier()  # the group must see the stores of all threads of this program
         seen = tl.atomic_add(arrived, 1, sem="acq_rel") + 1
         while seen < (turn + 1) * PARTS:
             seen = tl.atomic_add(arrived, 0, sem="acquire")
@@ -117,7 +117,7 @@ class Sharing(NamedTuple):
 
 
 def share(groups: int, width: int, tile: int, device: torch.device) -> Sharing:
-    """Return how this many groups share their matrices, in tiles of at most `tile`.
+    """Return the division of matrices among the programs of `groups` groups, in tiles of at most `tile`.
 
     A group gets as many programs as the GPU can run at one time, or one program if there is no GPU.
     """
@@ -126,7 +126,7 @@ def share(groups: int, width: int, tile: int, device: torch.device) -> Sharing:
 
 
 def divided(width: int, tile: int, parts: int) -> Sharing:
-    """Return how this many programs share a matrix; the last ones may have less than the others, or nothing."""
+    """Return the division of a matrix among `parts` programs; the last ones may have less, or nothing."""
     own = ceil_div(width, parts)
     tile = min(tile_size(own), tile)
     return Sharing(parts, ceil_div(own, tile) * tile, tile)

@@ -90,7 +90,7 @@ def _error(z, target, has, EPS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _error_backward(dG, G, centred, r, g, has, EPS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return dz, given the gradient dG by what _error returns."""
+    """Return dz, given the gradient dG and the results of _error."""
     dz = dG
     if EPS is not None:
         x = centred * r
@@ -293,7 +293,7 @@ def walk_adjoints(
             dG1s = room + (programs + program) * (CHUNK * ROWS)
             dx2s = room + (2 * programs + program) * (CHUNK * ROWS)
 
-        # Go from what was written to the gradients of G and x,
+        # Go from the writes to the gradients of G and x,
         dG = tl.zeros((C, BV), tl.float32)
         along = tl.zeros((C,), tl.float32)
         for first in range(begin, begin + SLICE, BN):

@@ -159,9 +159,10 @@ def mlp_states(
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
     BC: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Do what linear_states does for two layers: w1 `slots*h d m`, b1 `slots*h m`, w2 `slots*h m d` and b2 `slots*h d`.
+    """The linear_states of two layers: w1 `slots*h d m`, b1 `slots*h m`, w2 `slots*h m d` and b2 `slots*h d`.
 
-    PARTS programs share a head, SLICE of the m channels each; room `programs 2 PARTS BC BD` and arrived `programs`.
+    PARTS programs share a head, SLICE of the m channels each; buffer room `programs 2 PARTS BC BD` and arrived
+    `programs`.
     """
     row = tl.program_id(0) // H
     begin = tl.program_id(1) * SLICE
@@ -240,7 +241,7 @@ def mlp_adjoints(
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
     BC: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Do what linear_adjoints does for two layers; back = G_2 W_2^T, G_1 = back gelu'(z_1). To what is asked are added:
+    """The linear_adjoints of two layers; back = G_2 W_2^T, G_1 = back gelu'(z_1). The given gradients get:
 
     dG_1 = -w (k A_1 + a_1),  dback = dG_1 gelu'(z_1),  dG_2 = -w (x_2 A_2 + a_2) + dback W_2,  dz_2 from dG_2
     dx_2 = -w G_2 A_2^T + dz_2 W_2^T,  dz_1 = dG_1 back gelu''(z_1) + dx_2 gelu'(z_1)

@@ -3,7 +3,7 @@
     dP = tril(dO R^T)     dM = -beta tril(X R^T, -1)     dbeta_i = X_i . (E - M R)_i     dV = beta X
     dQr = dO S^T          dKr = -dV S^T                  dKw = R dS^T
 
-G enters only as e^{G_i} beside a reader and e^{-G_j} beside a writer, so
+G occurs only as the factor e^{G_i} of a reader and e^{-G_j} of a writer, so
 
     dG_i = q_i dq_i + k_i dk_i(reader) - k_i dk_i(writer)     log_decay_t is part of every G_i with i >= t
 
@@ -183,7 +183,7 @@ def gather(
 ):  # fmt: skip
     """Store dx `rows H K`: sum parts `rows H R K` over R, then go from unit vectors to x: dx - x (x . dx) |x|^-2.
 
-    Rows of x are `stride` apart, and its heads `head` apart.
+    `stride` and `head` are the strides of rows and heads of x.
     """
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, BK)
@@ -205,7 +205,7 @@ def add_parts(
 ):  # fmt: skip
     """Store total `n`: the sum of parts `count n BLOCKS` over count and BLOCKS, always in the same order.
 
-    The `count` of them are `stride` apart.
+    `stride` is the stride of the `count` parts.
     """
     i = tl.arange(0, ROWS)
     j = tl.program_id(0) * BN + tl.arange(0, BN)

@@ -2,8 +2,8 @@
 
     P_ij = sum_x q_ix k_jx e^{G_ix - G_jx}
 
-The factor is inside the product, so it is divided between its two sides by halving the chunk again and again: at level
-s, blocks of s tokens are readers and writers in turn. With m the border between a pair of blocks, reader i carries
+The factor is inside the product, so it is divided between its two sides by halving the chunk recursively: at level s,
+blocks of s tokens are readers and writers in turn. With m the border between a pair of blocks, reader i carries
 e^{G_i - G_m} and writer j carries e^{G_m - G_j}, whose sums run only over the tokens between it and the border. No
 exponent is ever positive, so resets are exact wherever they fall, and one product per level serves all its pairs. The
 sums of a level are a product too, of a matrix of zeros and ones with log_decay.
@@ -66,7 +66,7 @@ def load_decay(
 
 @triton.jit
 def split(x, SPLIT: tl.constexpr):
-    """Split x into two parts of 8 bits, whose products with zeros and ones are exact (SPLIT), or leave it as it is."""
+    """Split x into two parts of 8 bits, whose products with zeros and ones are exact (SPLIT), or return it unsplit."""
     coarse, fine = x, x
     if SPLIT:
         coarse = x.to(tl.bfloat16)
@@ -142,8 +142,8 @@ def channel_scores(
     """Compute the scores, BX channels at a time; a program takes a chunk and value head.
 
     PRODUCTS and wild are as in head_scores. After a first launch, of this kernel or of hopper/channel.py, a second one
-    (AGAIN) stores Qr, Kr, P, M and T again, from the first wild row of each chunk on. It also stores Kw of all rows and
-    e^{G_c} again, since these depend on the decay of the wild rows.
+    (AGAIN) recomputes Qr, Kr, P, M and T from the first wild row of each chunk on. It also recomputes Kw of all rows
+    and e^{G_c}, since these depend on the decay of the wild rows.
     """
     link(LINK)
     slot = tl.program_id(0)
@@ -229,7 +229,7 @@ def channel_scores(
 
 @triton.jit
 def solved(T, x, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """Return T x for x [C, BV] in float32. The diagonal of T is 1, so only the rest of T meets x as it is rounded."""
+    """Return T x for x [C, BV] in float32. The diagonal of T is 1, so only the rest of T multiplies the rounded x."""
     rounded = x.to(dtype)
     if dtype == tl.float32:
         return tl.dot(T, rounded, input_precision=PRECISION)
@@ -371,9 +371,9 @@ def channel_gradients(
 ):  # fmt: skip
     """Add the gradients through P and M to dq, dk and dG of channel_state_gradients; then compute dlog_decay from dG.
 
-    A pair of a reader and a writer adds to dG of the reader what it takes from that of the writer, and in dlog_decay of
-    the tokens before both the two cancel. So both sides have the same rounded factors, Y and Z. If one side had the
-    factors before rounding, 2^-9 of each pair would remain, and would add up in dA_log and ddt_bias.
+    A pair of a reader and a writer adds the same amount to dG of the reader that it subtracts from that of the writer,
+    and the two cancel in dlog_decay of the tokens before both. So both sides have the same rounded factors, Y and Z. If
+    one side had the factors before rounding, 2^-9 of each pair would remain, and would add up in dA_log and ddt_bias.
 
     dA_log `slot hv blocks` and ddt_bias `slot hv K` are this chunk's parts.
     """

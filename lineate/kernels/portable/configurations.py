@@ -59,5 +59,5 @@ def launch_walk(kernel: str, call: Call) -> dict[str, int]:
 
 
 def narrow(call: Call) -> int:
-    """Return the most value columns of a tile beside whole keys: fewer in float32, which takes twice the memory."""
+    """Return the most value columns of a tile with whole keys: fewer in float32, which takes twice the memory."""
     return min(power(call.v.shape[3]), 64 if call.q.dtype == torch.float32 else 128)

@@ -2,11 +2,11 @@
 
     S' = Diag(exp(log_decay_t)) S_{t-1}                     forget
     r  = beta_t (v_t - S'^T k_t)   or   v_t                 compare
-    o_t = scale (S'^T q_t + (k_t . q_t) r)                  read: S_t^T q_t without a second look at S_t
+    o_t = scale (S'^T q_t + (k_t . q_t) r)                  read: S_t^T q_t without reading S_t a second time
     S_t = S' + k_t r^T                                      write
 
 A program holds BV value columns of one head's state, a tile [BK, BV] in registers, which it loads once, carries through
-all tokens of its row and stores once. A step moves little more than the state, in and out, which is the least possible
+all tokens of its row and stores once. A step reads and writes little more than the state, which is the least possible
 traffic. Rows are batch rows or packed sequences; a row's state may be anywhere in a pool of slots. A bfloat16 state is
 computed in float32 and rounded after every token (rounding.py).
 """
@@ -82,7 +82,7 @@ def decode_tokens(
     EVEN_K: tl.constexpr = K == BK
     EVEN_V: tl.constexpr = V == BLOCKS * BV
     program = tl.program_id(0)
-    block = program % BLOCKS  # so that programs that run at the same time are neighbours in memory
+    block = program % BLOCKS  # so that programs that run at the same time access neighbouring memory
     head = (program // BLOCKS) % hv
     row = (program // BLOCKS // hv).to(tl.int64)
     x = tl.arange(0, BK)
@@ -115,7 +115,7 @@ def decode_tokens(
             if not EACH_TOKEN:
                 end = tl.load(slots + row).to(tl.int64)
         if (start < 0) | (start >= n_slots):
-            if OVERLAP:  # the launch before may still read what lies where the output goes
+            if OVERLAP:  # the previous launch may still read the memory of the output
                 gdc_wait()
             # An idle row's output is 0; that of a row with a slot outside the pool is NaN.
             nothing = tl.where(start < 0, 0.0, float("nan"))
@@ -126,7 +126,7 @@ def decode_tokens(
     tile = head.to(tl.int64) * (tl.cast(state_head, tl.int64) * STATE_UNIT) + x[:, None] * V + y[None, :]
     slot_stride = tl.cast(state_slot, tl.int64) * STATE_UNIT
     S = _load(state + start * slot_stride + tile, has_xy, EVEN_K and EVEN_V)
-    if OVERLAP:  # nothing that was launched shortly before this writes the state, nor slots
+    if OVERLAP:  # no recent launch writes the state or slots
         gdc_launch_dependents()
         gdc_wait()
 
@@ -244,8 +244,8 @@ def decode(
 ) -> Tensor:
     """Return the output `b t hv v`; one launch also updates inputs.state in place. lineate.decode checks the arguments.
 
-    columns and warps replace those of `tiling`, for measurements. settled: whether the launches shortly before this do
-    not write the state, so that it may be read while they run (launching.overlapping).
+    columns and warps replace those of `tiling`, for measurements. settled: whether no recent launch writes the state,
+    so that it may be read while they run (launching.overlapping).
     """
     q, k, v, log_decay, beta, state = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.beta, inputs.state
     cu_seqlens = inputs.cu_seqlens

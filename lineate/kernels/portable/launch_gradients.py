@@ -58,7 +58,7 @@ def fill_decay_gradients(call: Call, ready: Prepared, sums: Tensor | None, grads
 
 
 def _make_parts(call: Call, grads: Gradients) -> tuple[Tensor, Tensor]:
-    """Return the buffers of the value heads' dq and dk: the final tensors if gather has nothing to do."""
+    """Return the buffers of the value heads' dq and dk: the final tensors if no gather is needed."""
     _, h, hv, _, _ = call.sizes
     if hv == h and not call.normalize_qk:
         return grads.q, grads.k
@@ -87,7 +87,7 @@ class ChannelWork(NamedTuple):
     dP: Tensor
     dM: Tensor | None
     dq: Tensor
-    """`token hv k`, or the final dq if gather has nothing to do."""
+    """`token hv k`, or the final dq if no gather is needed."""
     dk: Tensor
     dG: Tensor
     """`token hv k`."""
@@ -102,7 +102,7 @@ class ChannelWork(NamedTuple):
 def fill_residuals(call: Call, ready: Prepared, around: Around, grads: Gradients, wild: bool = False) -> ChannelWork:
     """Fill R, dP, dM, dV and dbeta with decay per channel.
 
-    Return them with the buffers that are still to be filled, among them wild if it is wanted.
+    Return them with the buffers that are still to be filled, including wild if requested.
     """
     _, _, hv, K, V = call.sizes
     q, v, gates, sequences = call.q, call.v, call.gates, call.sequences

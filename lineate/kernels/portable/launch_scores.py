@@ -29,7 +29,7 @@ def spans_like(q: Tensor) -> Tensor:
 
 
 def make_channel_room(call: Call, wild: bool, for_backward: bool, norms: bool) -> Prepared:
-    """Return empty buffers for decay per channel; wild and norms are included only if they are wanted."""
+    """Return empty buffers for decay per channel; wild and norms are included only on request."""
     _, _, hv, K, _ = call.sizes
     q, slots = call.q, call.sequences.slots
     P = q.new_empty(slots, hv, CHUNK, CHUNK)
@@ -45,7 +45,7 @@ def make_channel_room(call: Call, wild: bool, for_backward: bool, norms: bool) -
 
 
 def fill_channel_scores(call: Call, ready: Prepared, products: str, again: bool) -> None:
-    """Fill the buffers; with again, only the rows that a first launch left out, from each chunk's first wild row on."""
+    """Fill the buffers; with again, only the rows from each chunk's first wild row on, after a first launch."""
     _, h, hv, K, _ = call.sizes
     q, k, gates, BK = call.q, call.k, call.gates, power(K)
     start(channel_scores, (call.sequences.slots, hv))(
@@ -62,7 +62,7 @@ def fill_channel_scores(call: Call, ready: Prepared, products: str, again: bool)
 
 
 def make_head_room(call: Call, wild: bool, in_walk: InWalk) -> Prepared:
-    """Return empty buffers for decay per head or none, but for what the walk makes; wild only if it is wanted."""
+    """Return empty buffers for decay per head or none, except those that the walk computes; wild only on request."""
     q, slots, hv = call.q, call.sequences.slots, call.sizes[2]
     P = q.new_empty(slots, hv, CHUNK, CHUNK) if in_walk is InWalk.NOTHING else None
     T = q.new_empty(slots, hv, CHUNK, CHUNK) if call.corrects and in_walk is not InWalk.ALL else None

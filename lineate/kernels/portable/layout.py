@@ -15,11 +15,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def link(LINK: tl.constexpr):
-    """Wait for the end of the launch before this one; then, if LINK is 1, let the next one begin to wait.
+    """Wait for the end of the previous launch; then, if LINK is 1, let the next one begin to wait.
 
-    So a kernel may read, before it waits, what the launch before the last one has written. LINK 0: the launches of a
-    stream wait for each other without this. Every program must call it, also one that has nothing to do: otherwise this
-    launch could end before the one before it.
+    So a kernel may read, before it waits, the results of the launch before the previous one. LINK 0: the launches of a
+    stream wait for each other without this. Every program must call it, also one without work: otherwise this launch
+    could end before the previous one.
     """
     if LINK != 0:
         gdc_wait()
@@ -86,7 +86,7 @@ def chunk_bounds(slot, bounds, first_slots, slot_texts, t, C: tl.constexpr, PACK
 
 @triton.jit
 def load_tile(base, stride, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """Load [ROWS, COLUMNS] from rows `stride` apart, with 0 outside rows x columns. EVEN: columns == COLUMNS."""
+    """Load [ROWS, COLUMNS] with a row stride of `stride`, and 0 outside rows x columns. EVEN: columns == COLUMNS."""
     i = tl.arange(0, ROWS)
     j = tl.arange(0, COLUMNS)
     at = base + i[:, None] * stride + j[None, :]
@@ -119,7 +119,7 @@ def larger(a, b):
 
 @triton.jit
 def count_cuts(chunks, shortest, most, least):
-    """Return how often sequences of so many chunks are cut: what segments.Cutting.count_segments returns, less 1."""
+    """Return the number of cuts of sequences of `chunks` chunks: that of segments.Cutting.count_segments, less 1."""
     return tl.where(chunks < shortest, 0, tl.minimum(most, chunks // least) - 1)
 
 

@@ -1,4 +1,4 @@
-"""Round a memory in registers to numbers that bfloat16 has; the random bits are those of lineate/rounding.py."""
+"""Rounds a memory in registers to bfloat16 numbers, with the random bits of lineate/rounding.py."""
 
 import triton
 import triton.language as tl
@@ -37,7 +37,7 @@ def round_nearest(S, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def round_stochastic(S, key, i, j, V: tl.constexpr):
-    """Return a tile of a memory [k, v], float32, rounded to bfloat16 up or down by chance.
+    """Return a tile of a memory [k, v], float32, rounded stochastically to bfloat16.
 
     i are its rows and j its columns. The key is added to i first, so that no tile of places stays in registers.
     """

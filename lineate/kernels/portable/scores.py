@@ -55,7 +55,7 @@ def head_scores(
     """Store P and T with decay per head or none. A program takes a chunk and a key head, with its R value heads.
 
     PRODUCTS are those of the inverse. "fp16" also stores in wild `slot hv` the first wild row of each system (C if none
-    is), and makes T as if beta were 0 from that row on; invert_wild then stores those rows.
+    is), and computes T as if beta were 0 from that row on; invert_wild then stores those rows.
     """
     slot = tl.program_id(0)
     key_head = tl.program_id(1).to(tl.int64)

@@ -3,8 +3,8 @@
 A segment maps the state that enters it to the one that leaves it, S -> A S + B. One walk computes all A and B at once
 (B is the segment's result for an empty state, A its result for the identity without values); a short chain over the
 segments then computes the state at each cut, and all segments walk at once. The last segment needs no map, and the
-first one only its result for the state before the sequence. The work is up to three times as much, the waiting
-2/segments.
+first one only its result for the state before the sequence. The work is up to three times as much, and the sequential
+part 2/segments as long.
 """
 
 import triton
@@ -26,8 +26,9 @@ def chain(
     B of a sequence's first segment is the state at its first cut. A program has BV value columns of one sequence and
     head. Backwards, cuts are numbered from the end of a sequence, and its last segment is the first.
 
-    The first cuts of two packed sequences are at least `apart` from each other (NEAR is the next power of two). So a
-    program looks for one among as many cuts: most sequences are not cut, and there are too many to ask each.
+    The distance of the first cuts of two packed sequences is at least `apart` (NEAR is the next power of two). So a
+    program searches for one among this number of cuts: most sequences are not cut, and there are too many to check
+    each.
     """
     link(LINK)
     BLOCKS: tl.constexpr = (V + BV - 1) // BV

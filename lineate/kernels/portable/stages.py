@@ -50,19 +50,19 @@ class PortableStages:
 
     @staticmethod
     def makes_beside(inputs: Inputs, options: Options) -> bool:
-        """Whether scores are made beside a walk: never."""
+        """Whether scores are computed in parallel with a walk: never."""
         return False
 
     def variant(self) -> tuple[object, ...]:
-        """Return what else, besides the shapes and dtypes of a call, selects its compiled kernels."""
+        """Return the keys of the compiled kernels other than the shapes and dtypes of a call."""
         return (self.products,)
 
     def made_in_walk(self, keep: bool) -> InWalk:
-        """Return what the forward walk makes itself: always nothing."""
+        """Return the parts that the forward walk computes itself: none."""
         return InWalk.NOTHING
 
     def prepare(self, in_walk: InWalk = InWalk.NOTHING, for_backward: bool = False) -> Prepared:
-        """Return the scores, inverse and factors of every chunk, but for what the walk makes."""
+        """Return the scores, inverse and factors of every chunk, except those that the walk computes."""
         call = self.call
         if call.channel:
             ready = self.make_channel_room(for_backward)
@@ -103,11 +103,11 @@ class PortableStages:
         launch_scores.fill_wild_rows(self.call, ready)
 
     def walk_forward(self, ready: Prepared, walk: ForwardWalk) -> None:
-        """Go from chunk to chunk and fill what the walk names."""
+        """Go from chunk to chunk and fill the buffers of the walk."""
         launch_walks.walk_forward(self.call, ready, walk)
 
     def walk_backward(self, ready: Prepared, walk: BackwardWalk) -> None:
-        """Go from the last chunk to the first and fill what the walk names."""
+        """Go from the last chunk to the first and fill the buffers of the walk."""
         launch_walks.walk_backward(self.call, ready, walk)
 
     def chain_segments(self, maps: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class PortableStages:
         return launch_walks.chain_segments(self.call, maps)
 
     def gradients(self, ready: Prepared, around: Around, grads: Gradients) -> None:
-        """Fill the gradients of every chunk's inputs. grads.v holds what the backward walk left in dvalues."""
+        """Fill the gradients of every chunk's inputs. grads.v holds the backward walk's dvalues."""
         if self.call.channel:
             self.channel_gradients(ready, around, grads)
         else:

@@ -4,7 +4,7 @@
     O = Qr S + P R    S <- e^{G_c} S + Kw^T R
 
 The state is held transposed, S [BV, K], with value columns as rows. Every product then has its left operand in
-registers (S, E, R) and takes its right one as it lies in memory (k, P, T), so only loaded tiles go through shared
+registers (S, E, R) and reads its right one in memory order (k, P, T), so only loaded tiles go through shared
 memory. A program walks one segment (all of a sequence, if it is not cut) of one value head for BV of its value columns.
 """
 
@@ -53,7 +53,7 @@ def _enter(
     outer, inner, text, head, segment, cut, first,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
-    """Return columns first.. of what a segment starts with, transposed: [BV, BK].
+    """Return columns first.. of the initial state of a segment, transposed: [BV, BK].
 
     That is the outer state of the sequence for its first segment, and the inner one at the cut before it for others. A
     map starts with an empty state and the identity after it, but that of the first segment with the outer state.
@@ -185,7 +185,7 @@ def backward_state(
         dR = P^T dO + Kw dS      X = T^T dR      dE = beta X      (rule only accumulates: dV = dR)
         dS <- e^{G_c} dS + Qr^T dO - Kr^T dE
 
-    outer, inner: dS behind each sequence and at each cut; dstart: dS before each sequence. dvalues gets X (dV if the
+    outer, inner: dS after each sequence and at each cut; dstart: dS before each sequence. dvalues gets X (dV if the
     rule only accumulates), dstates `slot hv v k` the dS that left each chunk. MAP is as in forward_state, into dstart.
     Segments and cuts are numbered from the end of a sequence.
     """

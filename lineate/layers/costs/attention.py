@@ -1,6 +1,6 @@
-"""What softmax attention and latent attention cost: operations, and bytes that the backward keeps.
+"""The costs of softmax attention and latent attention: operations, and bytes that the backward keeps.
 
-lineate/planning/compute.py and lineate/planning/activations.py say what is counted.
+lineate/planning/compute.py and lineate/planning/activations.py define the counts.
 """
 
 from lineate.layers.configs import AttentionConfig, LatentConfig

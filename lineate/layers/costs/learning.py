@@ -2,7 +2,7 @@
 
 c is the chunk, d the channels of a head, n and m the sizes of a matrix of the memory. "executed" counts the products of
 lineate.memory, for whole chunks; "least" counts the recurrence: a token's output for k, gradients, and output for q.
-Each mixer chooses one of these classes beside its own class.
+Each mixer chooses one of these classes next to its own class.
 """
 
 from collections.abc import Callable
@@ -73,11 +73,11 @@ class LearningCosts:
         return 6 * sum(sizes) + 2 * sum(sizes[1:])
 
     def near(self, memory: MemoryConfig, context: int) -> int:
-        """Return the tokens that attention beside the memory sees."""
+        """Return the tokens that the attention in parallel with the memory sees."""
         return 0
 
     def beside(self, memory: MemoryConfig, tokens: int, executed: bool) -> int:
-        """Return the operations of attention beside the memory."""
+        """Return the operations of the attention in parallel with the memory."""
         return 0
 
     def executed(self, memory: MemoryConfig, tokens: int) -> int:
@@ -116,7 +116,7 @@ class TitansCosts(LearningCosts):
 
 
 class LactCosts(LearningCosts):
-    """LaCT: a gated network that learns by whole chunks, beside attention over a window."""
+    """LaCT: a gated network that learns by whole chunks, in parallel with attention over a window."""
 
     def least(self, memory: MemoryConfig) -> int:
         return 18 * memory.head_dim**2

@@ -18,7 +18,7 @@ from lineate.system.seeding import own_random_numbers
 from lineate.torch_ops.tracing import cpu_by_default
 
 LAYER_BLOCK = 512
-"""Tokens by which a sequence grows between two runs; chunks of up to so many tokens divide it."""
+"""Tokens by which a sequence grows between two runs; chunks of up to this many tokens divide it."""
 
 
 def operations_of(kind: MixerKind, model: ModelSizes) -> Operations:
@@ -40,7 +40,7 @@ def operations_of(kind: MixerKind, model: ModelSizes) -> Operations:
 
 
 def kept_bytes(kind: MixerKind, model: ModelSizes, config: Any, half: bool) -> float:
-    """Measure the bytes a token that the backward of a mixer keeps beside its input."""
+    """Measure the bytes per token that the backward of a mixer keeps besides its input."""
     sizes = Sizes(model.hidden_size, model.norm_eps, model.zero_centred_norm)
     return _kept_bytes(kind, sizes, config, half)
 
@@ -110,7 +110,7 @@ def saved_bytes(module: nn.Module, x: Tensor) -> int:
     def keep(y: Tensor) -> Tensor:
         storage = y.untyped_storage()
         if storage.data_ptr() not in own:
-            found[storage.data_ptr()] = storage.nbytes(), y  # the tensor, so that its address is not used again
+            found[storage.data_ptr()] = storage.nbytes(), y  # keeps the tensor, so that its address is not reused
         return y
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda y: y):

@@ -19,14 +19,14 @@ an index are sizes, here and in all lessons: t tokens, k channels of a query or 
 programs a shape such as `b t h k` reads: batch, tokens, heads, channels; d stands for k = v.
 
 Softmax attention [Vaswani2017] keeps every key and every value. A token compares its query with all keys so far and
-reads a weighted mean of the values. Nothing is merged, so nothing is lost, and nothing gets cheaper: token t looks
-at t pairs, and t tokens look at t (t + 1) / 2. The cache of keys and values grows by k + v numbers a token, for
-every head of every layer.
+reads a weighted mean of the values. Nothing is merged, so nothing is lost, and nothing gets cheaper: token t reads t
+pairs, and t tokens read t (t + 1) / 2. The cache of keys and values grows by k + v numbers a token, for every head of
+every layer.
 
 FlashAttention [Dao2022] does not change this. It goes through the keys in blocks and carries a running maximum
 `top`, a running sum of weights `total` and a running sum of weighted values (the online softmax, [Milakov2018]). So
 the t x t matrix never has to be stored or moved. The result is the same, the number of products is the same, and
-the cache is the same: memory traffic is what shrinks.
+the cache is the same: only the memory traffic shrinks.
 """
 
 CODE = """\

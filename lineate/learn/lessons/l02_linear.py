@@ -96,7 +96,7 @@ LESSON = Lesson(
         question=(
             "Let phi be a function after which no channel of a query or key is negative (their features). With "
             "phi(q) . phi(k) in place of exp(q . k), the weights can be divided by their sum, as a softmax does. What "
-            "must the memory keep for that, beside S?"
+            "must the memory keep for that, besides S?"
         ),
         answer=(
             "The sum of the keys' features, k numbers: the sum of the weights of token t is phi(q_t) . sum_{j<=t} "

@@ -19,14 +19,14 @@ Cut the sequence into chunks of c tokens. Inside a chunk, use the masked product
 What a token reads is then the sum of two parts: `Q S` from all earlier chunks, and the masked product of its own
 chunk.
 
-The three forms compute the same numbers, so the chunk length is a knob for speed, not a choice of model. At c = 1
+The three forms compute the same numbers, so the chunk length affects speed only, not the model. At c = 1
 the chunkwise form is the recurrent one, and at c = t it is the parallel one. A chunk takes 4 k v + 2 c (k + v)
 operations a token: the first part is the state's, the second the square's. So longer chunks cost more operations,
 in fewer and larger matrix products, and with fewer steps that wait for each other. Decoding is recurrent, because
 the next token is not known yet. Prefill (reading a prompt) and training are chunkwise; 64 is usual.
 
-`lineate.explain` says which form a call would take. All rules of the next lessons have the same three forms; what
-changes is what is computed inside a chunk ([derivation.md](../derivation.md#5-three-forms-of-one-computation)).
+`lineate.explain` says which form a call would take. All rules of the next lessons have the same three forms; only the
+computation inside a chunk differs ([derivation.md](../derivation.md#5-three-forms-of-one-computation)).
 """
 
 CODE = """\

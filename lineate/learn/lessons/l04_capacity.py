@@ -26,7 +26,7 @@ values add an error of sqrt((n - 1) / k), as a part of a value's length. At n = 
 value itself: as wrong as no answer at all. Old pairs are never removed, so with the length of the text the error
 only grows.
 
-There is a second failure, which more channels do not cure. Write v_1 and then v_2 under one key: the memory returns
+There is a second failure, which more channels do not fix. Write v_1 and then v_2 under one key: the memory returns
 v_1 + v_2. It cannot replace.
 """
 
@@ -108,7 +108,7 @@ few, many = ((K[:m] @ memory(K[:m], V[:m]) - V[:m]).norm() / V[:m].norm() for m 
         ),
     ),
     next=(
-        "A memory that only adds must overflow. There are two ways out: let what is old fade, or take back what is "
+        "A memory that only adds must overflow. There are two ways out: let old content decay, or remove what is "
         "wrong. The first is decay."
     ),
 )

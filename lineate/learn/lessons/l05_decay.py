@@ -21,14 +21,14 @@ half-life of ln 2 / -log_decay tokens. With a gate a_t that is made from the tok
 [Yang2024a]) the model decides when to forget; log_decay = -inf is a reset. The state is now bounded: for a constant
 a by the largest write, divided by 1 - a.
 
-**A gate and rotary positions (RoPE) are of one kind.** Both put a product of matrices between query and key, with
-one matrix for each token from j + 1 to i. For a gate each is a_t I. For rotary positions [Su2021], with which many
-softmax layers are told how far apart two tokens are, each is a rotation R by fixed angles. Rotating queries and
-keys by their positions and then running linear attention is the same as turning the state by R at every token. A
-rotation keeps all lengths, so what was written never fades; it only gets out of step with the query. A decay
-shrinks and does not turn, so the weight tells the distance too: this is why layers with a gate can do without other
-positions. ALiBi [Press2021], which subtracts a multiple of i - j from the scores of a softmax, is such a decay too:
-it multiplies the weights by powers of one number before they are divided by their sum.
+**A gate and rotary positions (RoPE) are of one kind.** Both put a product of matrices between query and key, with one
+matrix for each token from j + 1 to i. For a gate each is a_t I. For rotary positions [Su2021], with which many softmax
+layers receive the distance of two tokens, each is a rotation R by fixed angles. Rotating queries and keys by their
+positions and then running linear attention is the same as turning the state by R at every token. A rotation keeps all
+lengths, so written content never decays; it only rotates relative to the query. A decay shrinks and does not turn, so
+the weight tells the distance too: this is why layers with a gate can do without other positions. ALiBi [Press2021],
+which subtracts a multiple of i - j from the scores of a softmax, is such a decay too: it multiplies the weights by
+powers of one number before they are divided by their sum.
 """
 
 CODE = """\
@@ -105,7 +105,7 @@ LESSON = Lesson(
     exercise=Exercise(
         question="Which log_decay has a half-life of 1000 tokens? What is its a?",
         answer=(
-            "-ln 2 / 1000 = -0.000693, so a = 0.99931. In bfloat16, whose numbers next to 1 are 0.0039 apart, that "
+            "-ln 2 / 1000 = -0.000693, so a = 0.99931. In bfloat16, whose numbers near 1 have steps of 0.0039, that "
             "a is 1: nothing is ever forgotten. Decays are kept as logarithms, in float32."
         ),
         code="""\
@@ -121,7 +121,7 @@ left = lineate.gated_linear_attention(torch.ones_like(pulse), pulse, pulse, half
     ),
     next=(
         "Decay forgets by age, the newest pair included in the end, and it forgets what is needed as fast as what "
-        "is not. A key with a new value still returns a mixture. To replace, the memory must first look at what it "
+        "is not. A key with a new value still returns a mixture. To replace, the memory must first read what it "
         "holds."
     ),
 )

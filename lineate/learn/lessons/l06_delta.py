@@ -29,7 +29,7 @@ The four lines above are one rule:
    beta = 1 a projection that removes what is stored at k. A chunk of tokens is a product of such matrices, which
    has a short form known from numerical linear algebra ([Schreiber1989]; `lineate` uses it in every chunk).
 4. Among all memories that answer v for k, at beta = 1, it is the one nearest to the old memory. Below 1 it weighs two
-   wishes, to change little and to answer v; the second counts eta times as much as the first.
+   goals, to change little and to answer v; the second has eta times the weight of the first.
 
 Reading k afterwards gives (1 - g) v_old + g v with g = beta ||k||^2, and a key that is orthogonal to k reads the
 same as before. So unit keys matter: then beta itself is the part that is replaced, and the memory is stable for 0
@@ -116,7 +116,7 @@ LESSON = Lesson(
         ),
     ),
     picture=Picture(
-        "Left: the answer moves along the line from the old value to the new one. Right: told again, the delta rule "
+        "Left: the answer moves along the line from the old value to the new one. Right: on repetition, the delta rule "
         "gets better, and the sum gets worse.",
         draw,
     ),

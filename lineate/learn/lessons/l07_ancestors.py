@@ -33,17 +33,17 @@ TEXT = """\
 | 2020 | Ramsauer and others [Ramsauer2020] | a Hopfield network whose step is softmax attention |
 | 2021 | Schlag, Irie and Schmidhuber [Schlag2021] | linear attention is such a writer; the delta rule makes DeltaNet |
 
-Hebb's rule writes the value itself; the next three lines write an error and differ only in the gain in front of it.
-LMS (least mean squares) moves along the key, whatever came before. Recursive least squares (RLS) keeps P, the
-inverse of the sum of k k^T, and moves only along what is new in a key: after every token it holds the best fit to
-all pairs so far. P says how uncertain the memory is in each direction, so it starts large (I / 0.01 in the
-program). A Kalman filter also knows that the truth may have moved since, and lets P grow by W at every token; s is
-how noisy it takes values to be.
+Hebb's rule writes the value itself; the next three lines write an error and differ only in the gain in front of it. LMS
+(least mean squares) moves along the key, independently of earlier tokens. Recursive least squares (RLS) keeps P, the
+inverse of the sum of k k^T, and moves only along what is new in a key: after every token it holds the best fit to all
+pairs so far. P says how uncertain the memory is in each direction, so it starts large (I / 0.01 in the program). A
+Kalman filter also knows that the truth may have moved since, and lets P grow by W at every token; s is the assumed
+noise of the values.
 
-A Hopfield network stores patterns of signs, each as its own key and value, in Hebb's sum. To complete a pattern x
-that is partly wrong, it reads with x, takes the signs, and reads again until nothing changes. The modern one keeps
-the patterns apart, as the rows of X, and weighs them by a softmax of how similar they are to x: softmax attention
-with the query x, and the patterns as keys and values.
+A Hopfield network stores patterns of signs, each as its own key and value, in Hebb's sum. To complete a pattern x that
+is partly wrong, it reads with x, takes the signs, and reads again until nothing changes. The modern one keeps the
+patterns separately, as the rows of X, and weighs them by a softmax of their similarity to x: softmax attention with the
+query x, and the patterns as keys and values.
 """
 
 CODE = """\

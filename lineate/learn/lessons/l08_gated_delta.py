@@ -24,11 +24,11 @@ delta rule alone would have to do key by key; and a token that corrects a fact c
 (a_t = 1).
 
 As learning, it is weight decay followed by one step of gradient descent, the gradient taken at the decayed weights.
-The order matters for what is compared: the error is measured against what is still there after the decay, so a full
+The order matters for what is compared: the error is measured against the memory after the decay, so a full
 write (beta = 1, unit key) stores exactly v. With one number for the whole head, decay and erase commute, so the
 product a (I - beta k k^T) can be read in either order.
 
-The matrix that multiplies the old state, the **transition** of the token, makes nothing grow: for unit keys, 0 <=
+The matrix that multiplies the old state, the **transition** of the token, never increases a norm: for unit keys, 0 <=
 beta <= 2 and a <= 1 its norm is at most 1. Qwen3-Next [QwenNext2025], Qwen3.5 [Qwen2026] and OLMo-Hybrid
 [OlmoHybrid2026] use this rule in three of four layers.
 """
@@ -107,7 +107,7 @@ LESSON = Lesson(
     exercise=Exercise(
         question="What is read at k_t right after its write with beta_t = 1 and a unit key? Does it depend on a_t?",
         answer=(
-            "Exactly v_t, for every a_t: S_t^T k = S'^T k + (v - S'^T k) = v. The decay acts on what was there "
+            "Exactly v_t, for every a_t: S_t^T k = S'^T k + (v - S'^T k) = v. The decay acts on the content from "
             "before, and that part is replaced."
         ),
         code="""\

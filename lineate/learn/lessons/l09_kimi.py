@@ -18,7 +18,7 @@ S_t = S' + beta_t k_t r^T                             write
 """
 
 TEXT = """\
-Kimi Delta Attention [Kimi2025] makes one change: the decay is a vector. Row x of S holds what was written through
+Kimi Delta Attention [Kimi2025] makes one change: the decay is a vector. Row x of S holds the content written through
 key channel x, and Diag(a) on the left of S gives every row its own factor. So a head can hold some directions for a
 whole text and others for a few tokens, and a token can drop one of them and leave the rest.
 
@@ -26,8 +26,8 @@ A diagonal matrix does not commute with k k^T. The order is now part of the rule
 write**. In the other order, Diag(a) (I - beta k k^T), a full write would leave a residue that was never a value.
 
 In a chunk, the decay sits inside the sum over channels, sum_x q_ix k_jx exp(G_ix - G_jx), and can no longer be
-multiplied onto finished scores. Taking the exponentials apart, exp(G_i) exp(-G_j), overflows: with a log_decay of
--5 a token, float32 ends at the 18th token. `lineate` evaluates only exponents that are at most 0, so that a reset
+multiplied onto finished scores. Splitting the exponential, exp(G_i) exp(-G_j), overflows: with a log_decay of -5 a
+token, float32 overflows at the 18th token. `lineate` evaluates only exponents that are at most 0, so that a reset
 (-inf) is exact.
 
 Kimi Linear has three such layers for one of latent attention (lesson 11), without position encodings anywhere.
@@ -105,7 +105,7 @@ LESSON = Lesson(
             "return for k? Do the same with the decay after the erase."
         ),
         answer=(
-            "(I - k k^T) Diag(a) = [[.64, -.24], [-.48, .18]], which returns (0, 0): forgotten, as asked. Diag(a) "
+            "(I - k k^T) Diag(a) = [[.64, -.24], [-.48, .18]], which returns (0, 0): forgotten, as intended. Diag(a) "
             "(I - k k^T) = [[.64, -.48], [-.24, .18]] returns (.192, -.144), which was never a value."
         ),
         code="""\

@@ -29,14 +29,14 @@ what is forgotten, and how many tokens share the weights at which the gradient i
 | Titans [Behrouz2025] | matrix or MLP | squared error | SGD with momentum and weight decay |
 | LaCT [Zhang2025] | SwiGLU | -f(k) . v | Muon, 2048 tokens a step |
 
-The first loss has a gradient that does not look at S: it is cheap, and nothing is corrected. **Momentum** carries a
+The first loss has a gradient that does not depend on S: it is cheap, and nothing is corrected. **Momentum** carries a
 part of the last step into the next. **Muon** [Jordan2024] replaces a gradient by the nearest matrix whose singular
 values are all 1, so that weak directions of a chunk are written as strongly as its strong ones.
 
-Seen from the other side, it is **compression**: the weights are what is left of the text, in a fixed number of
-bytes, and the loss says what the compression should keep. The state of a head of 128 channels has 16,384 numbers;
-the keys and values of 4096 tokens have 1,048,576. `run_reference` below takes every gradient by autograd, so a rule
-of your own is one line ([memory.md](../memory.md)).
+From another point of view it is **compression**: the weights represent the text in a fixed number of bytes, and the
+loss determines what the compression keeps. The state of a head of 128 channels has 16,384 numbers; the keys and values
+of 4096 tokens have 1,048,576. `run_reference` below takes every gradient by autograd, so a rule of your own is one line
+([memory.md](../memory.md)).
 """
 
 CODE = """\

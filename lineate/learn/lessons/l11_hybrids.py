@@ -16,23 +16,23 @@ sink              softmax with one more score s and the value 0  =  sigmoid(logs
 """
 
 TEXT = """\
-A fixed memory is cheap and loses details; softmax attention is exact and grows. A hybrid has mostly the first and a
-few of the second, usually three to one. The few softmax layers set the bytes of a long sequence, so they are made
-small too.
+A fixed memory is cheap and loses details; softmax attention is exact and grows. A hybrid has mostly the first and a few
+of the second, usually three to one. The few softmax layers set the bytes of a long sequence, so their caches are
+reduced too.
 
-**Latent attention** (MLA, [DeepSeek2024]) caches one short vector c a token, from which every head makes its key
-and value. When decoding, the matrices go to the query and to the output instead, so that the cache is read as it
-is. A few more channels (`rope_dim`) are cached beside c: a part of the key that all heads share, and that carries
-the rotary positions in models that have them.
+**Latent attention** (MLA, [DeepSeek2024]) caches one short vector c a token, from which every head makes its key and
+value. When decoding, the matrices go to the query and to the output instead, so that the cache is read directly. A few
+more channels (`rope_dim`) are cached in addition to c: a part of the key that all heads share, and that carries the
+rotary positions in models that have them.
 
 **No positions** (NoPE). Softmax attention sums over a set: shuffle the earlier tokens and the last one reads the
 same. In a hybrid the recurrent layers know the order, through their decays and writes, so Kimi Linear gives its
 attention layers no rotary positions [Kimi2025].
 
-**Sinks and output gates.** Weights of a softmax sum to 1: a head with nothing to say must look somewhere, and
-models learn to look at the first token (attention sinks, [Xiao2024]). Give it a place to put the weight: one more
-score with the value 0. This equals a gate on the output that closes when all scores are low, so an output gate, as
-in Qwen3-Next, takes the sink's part ([Qiu2025]).
+**Sinks and output gates.** Weights of a softmax sum to 1: a head without relevant tokens must still attend to some, and
+models learn to attend to the first token (attention sinks, [Xiao2024]). One more score with the value 0 gives the head
+a place for this weight. This equals a gate on the output that closes when all scores are low, so an output gate, as in
+Qwen3-Next, replaces the sink ([Qiu2025]).
 """
 
 CODE = """\

@@ -1,4 +1,4 @@
-"""What a model costs, and what fits: the planner."""
+"""The costs of a model, and what fits: the planner."""
 
 from typing import TYPE_CHECKING
 
@@ -26,9 +26,9 @@ also mix each channel of q, k and v over the last 4 tokens, in a **short convolu
 keep the last 3. And in a model with **experts**, the feed-forward of a layer is many small ones, of which a token
 is sent through a few: only those are read for it.
 
-Three things are often missed. The recurrent state is **float32 whatever the weights are**, because a state in 16
-bit forgets what is smaller than its rounding. The short convolution has a state too. And **only softmax layers have
-a cache**: an estimate that multiplies by all 48 layers is wrong by a factor of 4.
+Three things are often missed. The recurrent state is **float32 whatever the weights are**, because a state in 16 bit
+loses changes smaller than its rounding. The short convolution has a state too. And **only softmax layers have a
+cache**: an estimate that multiplies by all 48 layers is wrong by a factor of 4.
 
 Decoding reads the weights of the active experts, the whole cache, and reads and writes the state. At a batch of 1
 this needs few operations for every byte, so bandwidth sets the least time of a token. `lineate plan qwen3-next-80b`
@@ -99,7 +99,7 @@ LESSON = Lesson(
         Measure(
             "least milliseconds of a token after 65,536, on an H200's bandwidth", "1000 * decode.seconds", 1.5, 2.2
         ),
-        Measure("sequences of 65,536 tokens that fit into two H200 beside the weights", "fits[1]", 50, 100),
+        Measure("sequences of 65,536 tokens that fit into two H200 with the weights", "fits[1]", 50, 100),
     ),
     picture=Picture("The same sizes with softmax attention in every layer, in none, and in one of four.", draw),
     exercise=Exercise(
@@ -122,7 +122,7 @@ alone, together = linear.memory / full.cache_per_token, (linear.memory + linear.
         ),
     ),
     next=(
-        "This was the last lesson. [Where write-ups disagree](disagreements.md) checks what is told differently "
+        "This was the last lesson. [Where write-ups disagree](disagreements.md) checks what is presented differently "
         "elsewhere, [derivation.md](../derivation.md) derives all of it, and [ops.md](../ops.md) has the ops for "
         "your own model."
     ),

@@ -10,7 +10,7 @@ With a = W0 k, u = W2 k, hid = silu(a) u, back = W1^T v:
     dW0 = sum rate0 (back u silu'(a)) k^T      dW1 = sum rate1 v hid^T      dW2 = sum rate2 (back silu(a)) k^T
 
 A call that ends inside a chunk keeps that chunk's sums in the state, and the next call continues the chunk.
-The state has a fixed size, whatever the chunk: weights, sums, the last dW, and the rows' norms.
+The state has a fixed size, independent of the chunk: weights, sums, the last dW, and the rows' norms.
 
     op.py      the public op: checks, the state, one token
     scan.py    many tokens: runs of chunks, with a backward by hand

@@ -81,9 +81,9 @@ def lact(
         v: Values `b t h d`.
         rates: The step sizes of each token's write in W0, W1 and W2, `b t h 3`.
         momentum: How much of the last chunk's change is added, `b t h`, averaged over the chunk; None adds nothing.
-        state: What `lact_state` or an earlier call returned, also in the middle of a chunk. If it has the weights only,
-            the norms are the lengths of their rows, and all else is 0. Without position, all rows begin a chunk; this
-            avoids waiting for a GPU to read the positions.
+        state: The result of `lact_state` or of an earlier call, also in the middle of a chunk. If it has the weights
+            only, the norms are the lengths of their rows, and all else is 0. Without position, all rows begin a chunk;
+            this avoids waiting for a GPU to read the positions.
         chunk: Tokens that are written together, in one step.
         muon: Whether the step is orthogonalised; if False, it is the sum of gradients itself.
         cu_seqlens: The bounds of sequences packed into one row (b = 1), `n_seqs + 1`; the rows of the state are then
@@ -107,7 +107,8 @@ def lact(
             if fresh:  # the returned state must not be a view of a layer's initial weights
                 state = {name: x.clone(memory_format=torch.contiguous_format) for name, x in state.items()}
             y, after = _apply([x.to(dtype).transpose(1, 2) for x in tokens], _filled(state))
-            # A captured step cannot read positions: it always computes a chunk's end, and selects it in rows that end.
+            # A captured step cannot read positions: it always computes a chunk's end, and selects the result in rows
+            # that end.
             capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
             ends = after["position"] == chunk
             if capturing or bool(ends.any()):
@@ -170,7 +171,7 @@ def _run(
 def _walk(
     tokens: Sequence[Tensor], state: dict[str, Tensor], position: int, chunk: int, muon: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Do what _run does in plain torch functions, which torch.func can transform."""
+    """Compute _run in plain torch functions, which torch.func can transform."""
     dtype = state["weights_0"].dtype
     cuts = [0, *range(chunk - position, tokens[0].shape[1], chunk), tokens[0].shape[1]]
     sizes = [end - start for start, end in pairwise(cuts)]

@@ -8,10 +8,10 @@ The three matrices are one, M = [W0; W2; W1^T] `3e d`, e the hidden channels, so
     C = sums + mean of momentum * C of the last chunk
     M = M + NewtonSchulz(C), rows of W0 and W2 and columns of W1^T rescaled
 
-A run is some chunks of one length that are done together where they do not wait for each other. Backward, from the last
+A run is some chunks of one length, computed together except where they depend on each other. Backward, from the last
 run to the first, with L the gradient by M at a chunk's end and T that by its sums:
 
-    1. the whole run: what q reads, and what the forward did not keep
+    1. the whole run: the reads of q, and intermediate results that the forward did not keep
     2. from chunk to chunk: L -> T, by Newton-Schulz backwards; T -> da, du, dz; these -> L of the chunk before
     3. the whole run: dk = s T + [da du] [W0; W2], dv = hid T + dz W1^T
 
@@ -65,7 +65,7 @@ class ScanOptions(NamedTuple):
     chunk: int
     muon: bool
     keep: bool
-    """Whether there will be a backward."""
+    """Whether a backward will follow."""
 
 
 @uncompiled
@@ -199,7 +199,7 @@ class _Backward:
         self.dnorms = [torch.zeros_like(x) for x in norms]
 
     def asleep(self, run: ChunkRun) -> bool:
-        """Whether no gradient arrives for what the last chunk of the call wrote; `run` is the last run.
+        """Whether no gradient arrives for the writes of the last chunk of the call; `run` is the last run.
 
         If that chunk is complete, its writes reach the result only through the update at its end. The sums that the
         call returned are then new zeros, so their gradients are dropped.
@@ -225,7 +225,7 @@ class _Backward:
         m, rows = starts.shape[:2]
         k, v, rates = (run.cells(x, starts.dtype) for x in self.tokens[1:4])
         upper, lower = halves(starts.flatten(0, 1))
-        # The loop puts gradients into s and hidden; then these take their place, and gradients that of au and z.
+        # The loop stores gradients in s and hidden; then s and hidden are restored, and au and z hold gradients.
         au, z = times(k, upper.mT), times(v, lower.mT)
         s, hidden, drates = (torch.empty_like(x) for x in (au, z, rates))
         by_sums = torch.empty_like(starts)
@@ -268,7 +268,7 @@ class _Backward:
 
 
 class _Ends:
-    """The ends of a run's chunks again, all at once, and their gradients, one by one; starts, changes `m r 3e d`."""
+    """The recomputed ends of a run's chunks, all at once, and their gradients, in turn; starts, changes `m r 3e d`."""
 
     def __init__(
         self, steps: ModuleType, starts: Tensor, changes: Tensor, means: Tensor, norms: list[Tensor], muon: bool

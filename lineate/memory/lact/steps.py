@@ -1,4 +1,4 @@
-"""The steps of LaCT's scan and their gradients, by hand: products, Newton-Schulz; what tokens read and write; C and M.
+"""The steps of LaCT's scan and their manual gradients: products, Newton-Schulz; reads and writes of tokens; C and M.
 
 Here they are in torch; lineate.kernels.memories.lact has the last two as one kernel each, by the same names.
 
@@ -71,7 +71,7 @@ def _laid(x: Tensor, like: Tensor) -> Tensor:
     return x if like.shape[-2] <= like.shape[-1] else x.mT
 
 
-# What tokens read and write
+# Reads and writes of tokens
 
 
 def glu(au: Tensor) -> Tensor:
@@ -104,9 +104,9 @@ def writes(au: Tensor, z: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def writes_backward(au: Tensor, z: Tensor, rates: Tensor, ds: Tensor, dhidden: Tensor, drates: Tensor) -> None:
-    """Overwrite a | u and z by their gradients, and ds and dhidden by s and hidden; fill drates.
+    """Overwrite a | u and z with their gradients, and ds and dhidden with s and hidden; fill drates.
 
-    silu'' = gate (1 - gate) (2 + a (1 - 2 gate)), with e_i = rate_i times the gradient of what W_i is written:
+    silu'' = gate (1 - gate) (2 + a (1 - 2 gate)), with e_i = rate_i times the gradient of W_i's write:
 
         da = z (e0 u silu'' + e2 silu') + e1 u silu'    du = e0 z silu' + e1 silu    dz = e0 u silu' + e2 silu
     """
@@ -119,7 +119,7 @@ def writes_backward(au: Tensor, z: Tensor, rates: Tensor, ds: Tensor, dhidden: T
     e0, e1, e2 = torch.mul(ds0, rate0, out=gate), dhidden * rate1, ds2 * rate2
     torch.mul(bend.mul_(e0).addcmul_(e2, slope), z, out=a).addcmul_(e1, steep)
     torch.mul(slope.mul_(z), e0, out=u).addcmul_(e1, opened)
-    # What each token wrote, before its rate
+    # The write of each token, before its rate
     written0, written2 = torch.mul(steep, z, out=slope), torch.mul(opened, z, out=bend)
     torch.mul(e0, steep, out=z).addcmul_(e2, opened)
     parts = (ds0, written0, rate0), (dhidden, both, rate1), (ds2, written2, rate2)

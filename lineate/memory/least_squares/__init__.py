@@ -9,15 +9,16 @@ The state is S and P = (sum_s w_s k_s k_s^T + r I)^-1. One token is a rank-1 upd
     S_t = S + g (v - S^T k)^T
     P_t = (P - g k^T P) / lambda
 
-The ridge r starts at `ridge` and would be forgotten with the data: P then grows without bound in every direction the
-keys leave out. So after each `chunk` tokens of a sequence r is raised to `ridge` again, by a = ridge - r:
+The ridge r starts at `ridge` and would be forgotten with the data: P then grows without bound in every direction
+without keys. So after each `chunk` tokens of a sequence r is restored to `ridge`, by a = ridge - r:
 
     P <- (I + a P)^-1 P        S <- (I + a P)^-1 S
 
 restore=False leaves that out, and r_t = ridge prod_{i <= t} lambda_i.
 
 Chunked, with L_t the product of lambda from the chunk's start, u_t = sqrt(beta_t / L_t), K and V with rows u_t k_t and
-u_t v_t. From chunk to chunk H = P^-1 and B = H S only add up, so those before all chunks are found at once, in float64:
+u_t v_t. From chunk to chunk H = P^-1 and B = H S only add up, so those before all chunks are computed at once, in
+float64:
 
     H <- L_c (H + K^T K) + a I          B <- L_c (B + K^T V)          P = H^-1,  S = P B
 

@@ -16,7 +16,7 @@ SMALLEST_WEIGHT = 1e-12
 """The chunked form raises a smaller beta to this, because the square root has no gradient at 0."""
 
 TOGETHER = 64
-"""Chunks whose states are found together: their products grow with its square."""
+"""Chunks whose states are computed together: the size of their products grows with its square."""
 
 Fit = dict[str, Tensor]
 """The state of least squares: P, S, ridge and position."""
@@ -129,10 +129,10 @@ def _before(first: Tensor, k: Tensor, v: Tensor, sums: Tensor, raised: Tensor) -
     n, size = k.shape[0], k.shape[-1]
     last = sums[..., -1:, :]
     total = last[..., 0, 0]  # n rows h
-    lasting = F.pad(total.cumsum(0), (0, 0, 0, 0, 1, 0))  # log of what is left of the first, n+1 rows h
+    lasting = F.pad(total.cumsum(0), (0, 0, 0, 0, 1, 0))  # log of the remaining share of the first, n+1 rows h
     later = torch.ones(n + 1, n, dtype=torch.bool, device=k.device).tril(-1)
     weight = (lasting[:, None] - lasting[1:]).masked_fill(~later[..., None, None], -torch.inf).exp()  # n+1 n rows h
-    k, v = (((last - sums) / 2).exp() * x for x in (k, v))  # L_c / L_t of each token is left at the end
+    k, v = (((last - sums) / 2).exp() * x for x in (k, v))  # L_c / L_t: the remaining share of each token at the end
     written = product(k.mT, torch.cat((k, v), -1))  # n rows h k k+v
     eye = torch.eye(size, written.shape[-1], dtype=k.dtype, device=k.device)
     written = written + raised[..., None, None] * eye

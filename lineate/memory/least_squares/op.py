@@ -39,9 +39,9 @@ def least_squares(
         k: Keys `b t h k`.
         v: Values `b t h v`.
         log_decay: log lambda, `b t h`, at most 0; None: nothing is forgotten.
-        beta: How much each pair counts, `b t h`, above 0; None: 1.
-        ridge: r_0; after each chunk r is raised to it again.
-        state: What an earlier call returned; None: no token was read.
+        beta: The weight of each pair, `b t h`, above 0; None: 1.
+        ridge: r_0, to which r is restored after each chunk.
+        state: The result of an earlier call; None: no token was read.
         cu_seqlens: The bounds of sequences packed into one row (b = 1), `n_seqs + 1`; the rows of the state are then
             these sequences.
         chunk: Tokens between two restorations of the ridge.
@@ -99,7 +99,7 @@ def empty_state(
         value_dim: Channels of a value.
         ridge: The weight of the squared length of S.
         dtype: float32 or float64.
-        device: Where the tensors lie.
+        device: The device of the tensors.
     """
     eye = torch.eye(key_dim, dtype=dtype, device=device)
     return {

@@ -5,7 +5,7 @@
     y_t = f(M_t; q_t)
 
 f is a matrix, or an MLP of several: x_{l+1} = silu(x_l M^l), the last one without silu, then optionally a layer norm
-and + x. The gradient of one token in each matrix is x^T G of rank 1, so nothing but scores is needed inside a chunk:
+and + x. The gradient of one token in each matrix is x^T G of rank 1, so only scores are needed inside a chunk:
 
     E_ij = prod_{j<r<=i} eta_r      A_ti = prod_{i<r<=t} (1 - alpha_r)      W = A (E theta)
     m_t = prod_{r<=t} eta_r         b_t = prod_{r<=t} (1 - alpha_r)         f = A m
@@ -14,8 +14,8 @@ and + x. The gradient of one token in each matrix is x^T G of rank 1, so nothing
 and M, S at its end are the same sums. The products are taken over just the tokens they span, never as quotients:
 gates of exactly 0 or 1 are exact, gradients too.
 
-    op.py      the public op: checks, the state, the way from chunk to chunk
-    model.py   what a chunk reads and writes
+    op.py      the public op: checks, the state, the loop over chunks
+    model.py   the reads and writes of a chunk
     scan.py    many chunks at once on a GPU, where kernels carry M and S from chunk to chunk
 """
 

@@ -1,4 +1,4 @@
-"""What a chunk of Titans reads and writes, for any number of chunks at once: factors of gates, gradients, outputs."""
+"""The reads and writes of a chunk of Titans, for any number of chunks at once: factors of gates, gradients, outputs."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ LAYER_NORM_EPS = 1e-6
 
 
 class TitansOptions(NamedTuple):
-    """The options of a memory, beside its matrices."""
+    """The options of a memory, besides its matrices."""
 
     clip: float | None
     """The largest norm of one token's gradient over all matrices; None: no clipping."""

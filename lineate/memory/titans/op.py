@@ -1,4 +1,4 @@
-"""The op of Titans: its checks, its state, and the way from chunk to chunk."""
+"""The op of Titans: its checks, its state, and the loop over chunks."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -56,12 +56,12 @@ def titans(
         theta: The step size of each token's write, `b t h`.
         eta: The fraction of the momentum that is kept, `b t h`.
         alpha: The fraction of the memory that is forgotten, `b t h`.
-        state: What `titans_state` or an earlier call returned, also in the middle of a chunk. Without position,
+        state: The result of `titans_state` or of an earlier call, also in the middle of a chunk. Without position,
             all rows begin a chunk; this avoids waiting for a GPU to read the positions. None is one matrix of zeros.
         chunk: Tokens that share the weights at which the gradient is taken.
         clip: The largest norm of one token's gradient over all matrices; None does not clip. Clipping is per token, so
             that the future cannot change the past.
-        residual: Whether the memory answers f(x) + x.
+        residual: Whether the memory returns f(x) + x.
         norm: Whether a layer norm without weights follows the last matrix.
         cu_seqlens: The bounds of sequences packed into one row (b = 1), `n_seqs + 1`; the rows of the state are then
             these sequences.

@@ -4,9 +4,9 @@
 Everything else is parallel over cells, a chunk of a row each. Forward: a walk makes M and S at the start of every cell;
 then all cells are read. Backward, with A and B the gradients by M and S at every cell's end:
 
-    direct: what the outputs y give to M, S and all inputs, by autograd
+    direct: the gradients of M, S and all inputs through the outputs y, by autograd
     A, B:   a walk from the last chunk to the first
-    the rest, through what was written, M' = b M + f S - (last x)^T G and S' = carried S - (moving x)^T G:
+    the rest, through the writes, M' = b M + f S - (last x)^T G and S' = carried S - (moving x)^T G:
 
     db = <A, M>     df = <A, S>     dlast_t = -((x A) . G)_t       dG = -(last (x A) + moving (x B))
     dcarried = <B, S>               dmoving_t = -((x B) . G)_t     dx = -(last (G A^T) + moving (G B^T))
@@ -47,7 +47,7 @@ def scan(
         qkv: q, k, v `cells h c d`.
         factors: The factors of the gates in every cell.
         weights: M at the rows' starts, `rows h in out`.
-        momentum: S, likewise.
+        momentum: S at the rows' starts, `rows h in out`.
         counts: For each chunk, how many rows have it. All rows have a first one, and begin it.
         complete: For each chunk and row, whether the row reaches the chunk's end.
         options: The options of the memory.
@@ -150,7 +150,7 @@ def _adjoints(
 ) -> MatrixList:
     """Return A of each matrix, then B: a slot for each cell, then the gradients at the start of each row.
 
-    made: what `gradients` returned for all cells.
+    made: the result of `gradients` for all cells.
     """
     (clip, residual, norm), (inputs, before, grads) = options, made
     (k, v), factors, depth = saved[1:3], Factors(*saved[3:8]), len(inputs)
@@ -188,7 +188,7 @@ def _clipping(inputs: MatrixList, grads: MatrixList, clip: float) -> Tensor:
 def _written(
     given: Sequence[Tensor], inputs: MatrixList, writes: MatrixList, ends: MatrixList, dfactors: MatrixList
 ) -> tuple[MatrixList, MatrixList]:
-    """dx and dG of what is written, from A and B; the gradients of the factors are added to dfactors."""
+    """dx and dG of the writes, from A and B; the gradients of the factors are added to dfactors."""
     depth = len(inputs)
     factors, states = Factors(*(x.detach() for x in given[:5])), [x.detach() for x in given[5:]]
     last, moving = factors.written[..., -1, :].unsqueeze(-1), factors.moving

@@ -15,7 +15,7 @@ A state holds the weights of the chunk's start, the sums of rate_s grad loss_s s
 
     op.py      the public op: checks, the state, one token
     dual.py    many tokens: the dual form, chunk by chunk or handed to the kernels
-    model.py   the small model: what it reads, and its gradients
+    model.py   the small model: its reads and its gradients
     scan.py    the same chunks on a GPU, where kernels carry the weights from chunk to chunk
 """
 

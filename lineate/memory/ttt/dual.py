@@ -52,7 +52,7 @@ def run_chunks(
     q, k, target = (layout.cells(x).flatten(0, 1) for x in tokens[:3])  # n c d, n = cells * h
     rate = layout.cells(tokens.rate[..., None]).flatten(0, 1).transpose(1, 2)  # n 1 c
     square = gamma.square().repeat(layout.rows, 1)[:, None]  # rows*h 1 d
-    # What does not depend on the weights, for all chunks at once.
+    # The parts that do not depend on the weights, for all chunks at once.
     mask = (factor[:, None] * rate).tril()  # n c c
     scores = mask * torch.baddbmm(torch.ones_like(mask), q, k.transpose(1, 2))
     complete = layout.complete.repeat_interleave(h)[:, None, None]
@@ -134,7 +134,7 @@ def _loop(
     square: Tensor,
     eps: float,
 ) -> tuple[Tensor, Layers]:
-    """Run the dual form chunk by chunk; prior: the sums before the first one, which the reader's factors scale."""
+    """Run the dual form chunk by chunk; prior: the sums before the first one, to scale by the reader's factors."""
     outputs = []
     for q, k, target, mask, scores, write in zip(*(x.split(square.shape[0]) for x in parts), strict=True):
         found = gradients(weights, k, target, square, eps)

@@ -14,7 +14,7 @@ Layers = list[tuple[Tensor, Tensor]]
 
 
 class LayerGradients(NamedTuple):
-    """What the keys give in every layer, so that dloss/dW_l = x_l^T G_l."""
+    """The results of the keys in every layer, so that dloss/dW_l = x_l^T G_l."""
 
     inputs: list[Tensor]
     """x_l."""
@@ -66,7 +66,7 @@ def read(
 
     Args:
         weights: The layers at the start of each chunk.
-        found: What `gradients` returns for the chunks' keys.
+        found: The result of `gradients` for the chunks' keys.
         q: Queries `n c d`.
         mask: tril(f_t rate_s) `n c c`.
         scores: mask (q_t . k_s + 1) `n c c`.

@@ -40,17 +40,17 @@ def ttt(
         rate: The step size of each token's write, `b t h`.
         norm_weight: The weight gamma of LN, `h d`.
         norm_bias: The bias beta of LN, `h d`.
-        state: The model: weight1 `rows h d n`, bias1 `rows h n`, weight2, ..., the last with n = d, as they are at the
-            start of the chunk; without the dimension `rows` they are the same for all rows. In the middle of a chunk
+        state: The model: weight1 `rows h d n`, bias1 `rows h n`, weight2, ..., the last with n = d, at the start of the
+            chunk; without the dimension `rows` they are the same for all rows. In the middle of a chunk
             also weight1_sum, bias1_sum, ... of the same shapes, and position `rows`: how many tokens of the chunk are
             written. The state that is returned has all of them.
-        factor: What scales the sum of gradients for the reader at each place of a chunk, `chunk`; None is 1, 1/2, ...,
-            1/chunk.
+        factor: The factor of the sum of gradients for the reader at each position of a chunk, `chunk`; None is 1, 1/2,
+            ..., 1/chunk.
         chunk: Tokens that share the weights at which the gradient is taken.
         cu_seqlens: The bounds of sequences packed into one row (b = 1), `n_seqs + 1`; the rows of the state are then
             these sequences.
         eps: Added to the variance in LN.
-        recompute_chunks: How many chunks form a group that keeps only its first weights, and is run again in the
+        recompute_chunks: How many chunks form a group that keeps only its first weights, and is recomputed in the
             backward; 0 keeps everything.
 
     Returns:

@@ -5,8 +5,8 @@ theirs together. Backward, with L the gradient by the weights at the end of a ce
 
     1. all cells at once: the readers' gradients, by their cells' weights, by the x and G of the writers, and by q
     2. a kernel goes back from cell to cell and makes every L
-    3. all cells at once: to those by x and G are added those of <L, W'>, W' = W - x^T (write G), and all by what made x
-       and G
+    3. all cells at once: to those by x and G are added those of <L, W'>, W' = W - x^T (write G), and those
+       with respect to the inputs of x and G
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ from lineate.torch_ops.tracing import in_memory, uncompiled
 def scan(
     weights: Layers, parts: tuple[Tensor, ...], square: Tensor, sizes: tuple[int, ...], eps: float
 ) -> tuple[Tensor, Layers]:
-    """Return what the last layer reads in all cells, and the weights at the end of each row.
+    """Return the output of the last layer in all cells, and the weights at the end of each row.
 
     Args:
         weights: The layers at the rows' starts.
@@ -71,7 +71,7 @@ class _Scan(torch.autograd.Function):
         cells = [x[: k.shape[0]].requires_grad_() for x in saved[7:]]
         with torch.enable_grad(), full_precision(k):
             made = gradients(_pairs([x.detach() for x in cells]), k, target, _every(square, k), ctx.eps)
-            # x_2 and all G, which readers and writers share, cut off from what they were made of
+            # x_2 and all G, which readers and writers share, detached from their inputs
             shared = [*made.inputs[1:], *made.grads]
             cut = [x.detach().requires_grad_() for x in shared]
             inputs, grads = [k, *cut[: len(made.back)]], cut[len(made.back) :]

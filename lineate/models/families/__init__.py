@@ -1,4 +1,4 @@
-"""Checkpoint families: how a config.json becomes a HybridConfig, and where the tensors of a model come from.
+"""Checkpoint families: conversion of a config.json to a HybridConfig, and the sources of a model's tensors.
 
 Each family is one file with a row, `FAMILY`; to add a family, add its file and its name in FAMILIES.
 """
@@ -36,13 +36,13 @@ from lineate.torch_ops.dtypes import FLOATING
 OWN = "lineate"
 OWN_SIGNATURE = r"^layers\.\d+\.mixer\.in_proj\.weight$"
 OF_TRANSFORMERS = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", WEIGHTS)
-"""Keys that may stand in our config.json beside those of HybridConfig."""
+"""Keys of lineate's config.json besides those of HybridConfig."""
 
 
 FEW_LAYERS = 256
 """A config may have this many layers even if the files have fewer tensors.
 
-Loading then lists the tensors that are missing, which says more than an error about the number of layers.
+Loading then lists the tensors that are missing, which is more informative than an error about the number of layers.
 """
 
 
@@ -62,7 +62,7 @@ FAMILIES: dict[str, CheckpointFamily] = {
     )
     for model_type in module.FAMILY.model_types
 }
-"""The families by model_type of config.json; our own is "lineate"."""
+"""The families by model_type of config.json; lineate's own is "lineate"."""
 
 LACKING = {
     "glm5_next": "hyper-connections and attention to tokens that an indexer chooses",
@@ -70,7 +70,7 @@ LACKING = {
     "falcon_h1": "blocks in which Mamba-2 and attention read the same input side by side",
     "zamba2": "attention whose weights several layers share",
 }
-"""Families whose linear layers we have and whose other layers we lack: what these are."""
+"""Descriptions of the unsupported layers of families whose linear layers are supported."""
 
 
 def what_it_lacks(model_type: str) -> str | None:
@@ -111,7 +111,7 @@ def read_config(checkpoint: Checkpoint) -> HybridConfig:
 
 
 def quantised_format(checkpoint: Checkpoint) -> Format | None:
-    """Return the format of a checkpoint of ours that was saved with quantised weights; None for all others."""
+    """Return the format of a lineate checkpoint that was saved with quantised weights; None for all others."""
     return written_format(checkpoint.config) if _model_type(checkpoint) == OWN else None
 
 
@@ -121,7 +121,7 @@ def written_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def present(checkpoint: Checkpoint, model: nn.Module) -> Checkpoint:
-    """Return a checkpoint that has a weight wherever ours has codes and scales; raise if these do not fit the model."""
+    """Return a checkpoint with a weight in place of lineate's codes and scales; raise if these do not fit the model."""
     if quantised_format(checkpoint) is None:
         return checkpoint
     shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
@@ -134,7 +134,7 @@ def make_plan(checkpoint: Checkpoint, config: HybridConfig, model: nn.Module) ->
     if kind != OWN:
         try:
             return FAMILIES[kind].plan(config, checkpoint.shapes)
-        except CheckpointError as error:  # a plan sees shapes, and not whose they are
+        except CheckpointError as error:  # a plan depends on shapes only
             raise CheckpointError(f"{checkpoint.folder}: {error}") from None
     prefix = "model." if "model.embed.weight" in checkpoint.entries else ""
     pieces = {name: [Piece(prefix + name, tuple(x.shape))] for name, x in model.state_dict().items()}
@@ -143,7 +143,7 @@ def make_plan(checkpoint: Checkpoint, config: HybridConfig, model: nn.Module) ->
 
 
 def other_family(checkpoint: Checkpoint) -> str:
-    """Return a hint for error messages if the tensors belong to another family than config.json says."""
+    """Return a hint for error messages if the tensors belong to another family than config.json names."""
     kind = _model_type(checkpoint)
     signatures = {name: family.signature for name, family in FAMILIES.items()} | {OWN: OWN_SIGNATURE}
     for name, signature in signatures.items():

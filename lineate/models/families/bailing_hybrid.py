@@ -91,13 +91,13 @@ def _latent(v: Values, heads: int) -> LatentConfig:
         rope_dim=rope_dim,
         value_dim=v.number("v_head_dim"),
         rope_theta=theta,
-        norm_eps=1e-6,  # kv_a_layernorm has this epsilon whatever rms_norm_eps is
+        norm_eps=1e-6,  # kv_a_layernorm always has this epsilon, independently of rms_norm_eps
         gate="head",
     )
 
 
 def plan(config: HybridConfig, shapes: Mapping[str, Shape]) -> LoadingPlan:
-    """Return where every tensor of the model comes from; layers behind the last predict further tokens."""
+    """Return where every tensor of the model comes from; layers after the last predict further tokens."""
     builder = PlanBuilder(config, shapes)
     builder.ends("word_embeddings")
     for i in range(config.n_layers):
@@ -151,7 +151,7 @@ def _take_latent(builder: PlanBuilder, i: int, source: str) -> None:
 
 
 def _halves(weight: Tensor, groups: int, still: int) -> Tensor:
-    """Return the rows with those that are rotated, behind `still` others of each group, as first and second halves."""
+    """Return the rows with the rotated ones, after `still` others of each group, as first and second halves."""
     rows = weight.unflatten(0, (groups, -1))
     kept, turned = rows[:, :still], rows[:, still:]
     return torch.cat((kept, turned[:, ::2], turned[:, 1::2]), 1).flatten(0, 1)

@@ -31,13 +31,14 @@ class Part(NamedTuple):
 
 
 def interleaved(source: str, heads: int, widths: Sequence[int], tail: Shape, turned: bool = False) -> list[Part]:
-    """Return the parts, in our order, of a tensor whose rows are grouped by head.
+    """Return the parts, in lineate's order, of a tensor whose rows are grouped by head.
 
-    In the checkpoint every head has the rows of q, then of k, and so on; ours are q of all heads, then k of all heads.
+    In the checkpoint every head has the rows of q, then of k, and so on; in lineate q of all heads comes first, then k
+    of all heads.
 
     Args:
         source: the tensor's name in the checkpoint.
-        heads: how many heads there are.
+        heads: the number of heads.
         widths: rows of q, k, ... of one head.
         tail: the shape of a row.
         turned: whether the checkpoint has the transpose.
@@ -68,7 +69,7 @@ class PlanBuilder:
         return next((name for name in names if name in self.shapes), names[0])
 
     def shape(self, source: str, *allowed: Shape) -> Shape:
-        """Return the source's shape if it is one of these, else the first, which will be reported as expected."""
+        """Return the source's shape if it is one of these, else the first, which errors report as the expected one."""
         found = self.shapes.get(source, allowed[0])
         return found if found in allowed else allowed[0]
 
@@ -96,7 +97,7 @@ class PlanBuilder:
     def ends(self, *names: str) -> None:
         """Take the embedding, norm or final_layernorm, and lm_head.
 
-        names: other names of the embedding than embed_tokens; the prefix is that of the first name that is there.
+        names: names of the embedding other than embed_tokens; the prefix is that of the first existing name.
         """
         known = [(p, name) for name in (*names, "embed_tokens") for p in PREFIXES]
         there = [(p, name) for p, name in known if f"{p}{name}.weight" in self.shapes]
@@ -119,7 +120,7 @@ class PlanBuilder:
         self.copy(f"layers.{layer}.feed_norm.weight", feed, (self.config.hidden_size,))
 
     def delta(self, layer: int, source: str, gates: str, norm: str, out: str) -> None:
-        """Take what all linear layers have: A_log and dt_bias from `gates`; the norm and the output from `source`."""
+        """Take the tensors of all linear layers: A_log, dt_bias from `gates`; the norm and the output from `source`."""
         linear = self.config.linear
         assert linear is not None
         hv, target = linear.value_heads, f"layers.{layer}.mixer"
@@ -206,9 +207,10 @@ class PlanBuilder:
         self.pieces[f"{target}.experts_gate_up"], self.pieces[f"{target}.experts_down"] = into, back
 
     def _fused_experts(self, target: str, gate_up: str, down: str) -> None:
-        """Take all experts from two tensors, which are both in our layout or both transposed.
+        """Take all experts from two tensors, which are both in lineate's layout or both transposed.
 
-        A tensor whose shape fits both layouts is read as the other one is; if neither decides, both are in our layout.
+        A tensor whose shape fits both layouts is read like the other one; if neither decides, both are in lineate's
+        layout.
         """
         experts, hidden = self.config.experts, self.config.hidden_size
         assert experts is not None

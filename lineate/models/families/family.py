@@ -12,7 +12,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class CheckpointFamily:
-    """How the checkpoints of a family are read."""
+    """The reader of a family's checkpoints."""
 
     model_types: tuple[str, ...]
     """The values of model_type in config.json."""
@@ -23,4 +23,4 @@ class CheckpointFamily:
     signature: str
     """Matches the name of a tensor that no other family has."""
     predicts: Callable[[HybridConfig, Mapping[str, Shape]], bool] = lambda config, shapes: False
-    """(config, shapes of the tensors) -> whether they have a head of multi-token prediction that we can read."""
+    """(config, shapes of the tensors) -> whether they have a supported head of multi-token prediction."""

@@ -15,7 +15,7 @@ from lineate.models.files.loading import LoadingPlan
 
 LETTERS = {"gated_deltanet": "G", "kda": "K", "delta_net": "D", "gla": "R"}
 GLA_RANK, FEED_MULTIPLE = 16, 256
-"""What its layers have and its config.json does not name."""
+"""Values of its layers that its config.json does not name."""
 
 
 def config_from(values: dict[str, Any]) -> HybridConfig:
@@ -140,7 +140,7 @@ def _expanded(v: Values, hidden: int, eps: float) -> LinearConfig:
 
 
 def _whole(v: Values, channels: int, name: str, usual: float) -> int:
-    """Return so many channels times a factor, which must be whole."""
+    """Return `channels` times a factor; the product must be whole."""
     factor = v.number(name, default=usual, kind=float)
     if not factor > 0 or int(channels * factor) != channels * factor:
         raise v.error(f"must have {name} above 0 that makes whole channels of {channels}, got {factor}")

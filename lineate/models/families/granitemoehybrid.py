@@ -1,4 +1,4 @@
-"""Granite 4: Mamba-2 and attention, dense or with experts beside a shared one, and constants that multiply."""
+"""Granite 4: Mamba-2 and attention, dense or with experts and a shared one, and constant multipliers."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -36,7 +36,7 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
             nope_dim=v.number("qk_nope_head_dim", least=0),
             rope_dim=v.number("qk_rope_head_dim", least=0),
             value_dim=v.number("v_head_dim"),
-            norm_eps=1e-6,  # kv_a_layernorm has this epsilon whatever rms_norm_eps is
+            norm_eps=1e-6,  # kv_a_layernorm always has this epsilon, independently of rms_norm_eps
         )
     return HybridConfig(
         vocab_size=v.number("vocab_size"),
@@ -100,7 +100,7 @@ def _letters(v: Values, n_layers: int) -> str:
 def sigmoid_experts(v: Values, scale: float) -> ExpertsConfig:
     """Return the sizes of experts with sigmoid scores, a bias for the choice, and shared experts.
 
-    scale: what multiplies their outputs if the config does not say it, as in transformers.
+    scale: the default multiplier of their outputs, as in transformers.
     """
     size = v.number("moe_intermediate_size")
     return ExpertsConfig(

@@ -1,7 +1,7 @@
-"""What the families with Mamba-2 share: its sizes and its tensors.
+"""The sizes and tensors of Mamba-2, shared by several families.
 
-A checkpoint has the rows z | x | B | C | dt in in_proj, and x | B | C in the convolution; ours are C | B | x | z | dt,
-and C | B | x.
+A checkpoint has the rows z | x | B | C | dt in in_proj, and x | B | C in the convolution; lineate's are C | B | x | z |
+dt, and C | B | x.
 """
 
 import math
@@ -79,7 +79,7 @@ def take_mamba(builder: PlanBuilder, layer: int, source: str) -> None:
 
 
 def _parts(source: str, widths: tuple[int, ...], tail: Shape) -> list[Part]:
-    """Return the rows of a tensor, cut into so many each."""
+    """Return the rows of a tensor, cut into parts of these sizes."""
     shape = (sum(widths), *tail)
     return [Part(source, shape, (last - width, last)) for width, last in zip(widths, accumulate(widths), strict=True)]
 

@@ -1,7 +1,7 @@
 """Nemotron-H: Mamba-2, attention without positions, squared-ReLU feed-forwards and experts, one of them a layer.
 
-Ours has a mixer and the feed-forward that follows it in one block; where two mixers follow each other, the block of the
-first has no feed-forward.
+A block of lineate has a mixer and the feed-forward that follows it; where two mixers follow each other, the block of
+the first has no feed-forward.
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ WORDS = {
     "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E",
 }  # fmt: skip
 SIGNS = "M*-E"
-"""Their layers in a pattern: Mamba-2, attention, feed-forward, experts."""
+"""The signs of Nemotron-H's layers in a pattern: Mamba-2, attention, feed-forward, experts."""
 
 
 class Pair(NamedTuple):
-    """A block of ours: their layer with the mixer, and the one with its feed-forward, if there is one."""
+    """A block of lineate: the checkpoint's layer with the mixer, and the one with its feed-forward, if there is one."""
 
     letter: str
     mixer: int
@@ -74,7 +74,7 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
 
 
 def _signs(v: Values) -> str:
-    """Return one sign of SIGNS for each of their layers."""
+    """Return one sign of SIGNS for each layer of the checkpoint."""
     words, pattern = v.get("layers_block_type", "layer_types"), v.get("hybrid_override_pattern")
     if isinstance(words, list) and all(isinstance(word, str) for word in words) and words:
         if unknown := sorted(set(words) - WORDS.keys()):
@@ -93,7 +93,7 @@ def _signs(v: Values) -> str:
 
 
 def _pairs(v: Values, signs: str) -> list[Pair]:
-    """Return our blocks; raise if a feed-forward follows no mixer."""
+    """Return lineate's blocks; raise if a feed-forward follows no mixer."""
     pairs: list[Pair] = []
     for i, sign in enumerate(signs):
         if sign in "M*":

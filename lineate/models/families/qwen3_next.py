@@ -1,7 +1,7 @@
 """Qwen3-Next: Gated DeltaNet and gated attention, mixtures of experts.
 
 in_proj_qkvz has the rows q | k | v | z of the first key head's group, then of the second, and so on; in_proj_ba has
-b | a in the same way. Ours are q | k | v | z | b | a, each with all heads.
+b | a in the same way. lineate's in_proj has q | k | v | z | b | a, each with all heads.
 """
 
 from collections.abc import Mapping

@@ -26,7 +26,7 @@ class Values:
         return CheckpointError(f"config.json of family {self.family}{where} {text}")
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """Return the first of these keys that is there."""
+        """Return the first of these keys that exists."""
         for name in names:
             if name in self.values:
                 return self.values[name]
@@ -98,7 +98,7 @@ class Values:
         return int(self.number(name, most=MOST_LAYERS))
 
     def must_be(self, name: str, allowed: Any, why: str, default: Any = _NONE) -> None:
-        """Raise if a key is there and has another value than this."""
+        """Raise if a key exists and has another value than this."""
         value = self.values.get(name, allowed if default is _NONE else default)
         if value != allowed or isinstance(value, bool) != isinstance(allowed, bool):
             raise self.error(f"must have {name} = {allowed!r}, got {show(value)}; {why}")
@@ -112,7 +112,7 @@ class Values:
         return self.number(name, default=None, least=-MOST_NUMBER, most=MOST_NUMBER)
 
     def longest(self, *names: str) -> int | None:
-        """Return the longest sequence it was trained on, if that is said."""
+        """Return the longest sequence it was trained on, if that is given."""
         return self.number(*names, default=None, most=MOST_NUMBER)
 
     def layer_letters(self, linear: str, full: str) -> str:

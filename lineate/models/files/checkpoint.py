@@ -37,7 +37,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclass
 class Checkpoint:
-    """The tensors and the config of a folder; data is read only when asked for.
+    """The tensors and the config of a folder; data is read only on request.
 
     The entries of a quantised checkpoint are its weights, which are decoded when they are read.
     """
@@ -46,7 +46,7 @@ class Checkpoint:
     config: dict[str, Any]
     entries: dict[str, Entry]
     encoding: Encoding | None = None
-    """How the weights are quantised, if they are."""
+    """The encoding of the weights, if they are quantised."""
     _reader: Reader = field(default_factory=Reader, repr=False)
     _source: Source | None = field(default=None, repr=False)
     _kept: dict[str, str | None] = field(default_factory=dict, repr=False)
@@ -67,7 +67,7 @@ class Checkpoint:
 
     @classmethod
     def of(cls, folder: Path, config: dict[str, Any], stored: dict[str, Entry]) -> "Checkpoint":
-        """Return the checkpoint of these tensors; quantised ones become the weights that they stand for."""
+        """Return the checkpoint of these tensors; codes and scales become the weights that they encode."""
         entries, encoding = decoded(folder, config, stored)
         return cls(folder, config, entries, encoding)
 
@@ -91,7 +91,7 @@ class Checkpoint:
         return None
 
     def extra(self, name: str) -> dict[str, Any]:
-        """Return what another JSON file of the folder holds; empty if there is none."""
+        """Return the contents of another JSON file of the folder; empty if there is none."""
         return read_json(self.folder / name) if (self.folder / name).is_file() else {}
 
     def read(self, name: str) -> Tensor:
@@ -112,8 +112,8 @@ class Checkpoint:
     def kept_as(self, name: str) -> str | None:
         """Return "int8", "int4" or "fp8" if a tensor is stored as the codes of that format (quantised/format.py).
 
-        `read_codes` then reads it as it is; for every other tensor this is None. The scales are read to see whether the
-        format has them exactly.
+        `read_codes` then reads it without conversion; for every other tensor this is None. The scales are read to check
+        whether the format represents them exactly.
         """
         entry = self._find(name)
         if name not in self._kept:
@@ -146,7 +146,7 @@ class Checkpoint:
 
 
 def read_json(file: Path, most: int = LONGEST_CONFIG) -> dict[str, Any]:
-    """Return the object that a JSON file of at most so many bytes has."""
+    """Return the object in a JSON file of at most `most` bytes."""
     if not file.is_file():
         raise CheckpointError(f"{file.parent}: expected a file {file.name}, got none; a checkpoint is a folder with it")
     try:
@@ -191,7 +191,7 @@ def _read_shards(folder: Path) -> dict[str, Entry]:
         check_name(folder / INDEX, file, LONGEST_FILE)
     outside = [file for file in files if Path(file).name != file]
     if outside:
-        raise CheckpointError(f"{folder / INDEX}: expected names of files beside it, got {outside[0]!r:.80}")
+        raise CheckpointError(f"{folder / INDEX}: expected names of files next to it, got {outside[0]!r:.80}")
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         raise CheckpointError(
@@ -239,13 +239,13 @@ def save_streamed(
     config: Mapping[str, Any],
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write what `save` does, where tensors are made one after the other as they are written.
+    """Write the files of `save`, with tensors that are computed one after the other while they are written.
 
     Args:
         folder: where the files are written.
         tensors: the dtype and shape of each tensor.
         make: returns a tensor by its name; it is released once it is written. Tensors whose bytes are a multiple of 8
-            are asked for in their order in `tensors`, within a shard before all others.
+            are requested in the order of `tensors`, within a shard before all others.
         config: of config.json.
         max_shard_bytes: the most bytes of a file, unless one tensor alone has more.
     """

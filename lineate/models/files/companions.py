@@ -1,4 +1,4 @@
-"""The files beside the weights of a checkpoint: its tokenizer, its chat templates, its ways of generating.
+"""The files next to the weights of a checkpoint: tokenizer, chat templates, generation options.
 
 They are read under fixed names, never run, and never from outside of the folder: a link may lead only to a file of the
 same folder, or into the store of the hub's cache that the folder belongs to.
@@ -39,7 +39,7 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 
 def read_file(folder: Path, name: str, most: int = LONGEST) -> bytes | None:
-    """Return the contents of a file of the folder, of at most so many bytes; None if there is none."""
+    """Return the contents of a file of the folder, of at most `most` bytes; None if there is none."""
     file = find_file(folder, name)
     if file is None:
         return None
@@ -54,7 +54,7 @@ def read_file(folder: Path, name: str, most: int = LONGEST) -> bytes | None:
 
 
 def companion_names(folder: Path) -> Iterator[str]:
-    """Yield the names of the files that belong to the tokenizer and to generating, as far as the folder has them."""
+    """Yield the names of the existing files of the tokenizer and of generation options."""
     for name in (*TOKENIZER_FILES, GENERATION):
         if (folder / name).is_file():
             yield name

@@ -1,7 +1,7 @@
 """Fills one tensor, plain or quantised, from pieces of a checkpoint.
 
-A weight that is quantised is read, rounded and released a few rows at a time, or a matrix at a time if its pieces need
-that; no more than one matrix is in memory beside what stays.
+A weight to quantise is read, rounded and released a few rows at a time, or a matrix at a time if its pieces need that;
+no more than one matrix is in memory in addition to the result.
 """
 
 import math
@@ -26,7 +26,7 @@ KEPT_FLOAT32 = {"A_log", "dt_bias", "router_bias"}
 OWN_PAGES = 2**18
 """A tensor of at least this many bytes gets memory pages of its own."""
 AT_ONCE = 2**22
-"""Elements of a weight that are read at a time, if it is quantised and its rows can be read apart."""
+"""Elements read at a time of a weight to quantise whose rows can be read separately."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Reordered:
-    """Takes rows in another order, which codes and their scales can follow.
+    """Takes rows in another order; codes and their scales can be reordered in the same way.
 
     Args:
         run: changes `rows columns`, for any number of columns.
@@ -63,8 +63,8 @@ class Narrow:
     """Takes some indices of one dimension.
 
     Args:
-        before: what changes the stored rows first; None: nothing.
-        shape: what the rows are seen as.
+        before: applied to the stored rows first; None: nothing.
+        shape: the view of the rows.
         axis: the dimension.
         first: the first index.
         count: how many.
@@ -91,7 +91,7 @@ def allocate(
         like: a tensor of its shape, on the meta device.
         dtype: of floating tensors, except those that stay float32.
         device: where it is made.
-        form: the format of a weight that is quantised.
+        form: the format of a quantised weight.
     """
     if form is None:
         return _empty(like.shape, dtype=dtype_of(name, like, dtype), device=torch.device(device))
@@ -135,8 +135,8 @@ def fill(
 
     Args:
         checkpoint: where they are read.
-        pieces: of this tensor; a plan that check_plan has passed.
-        made: what `allocate` returned.
+        pieces: of this tensor, from a plan checked by check_plan.
+        made: the result of `allocate`.
         advance: called with the number of bytes that were read.
     """
     if isinstance(made, QuantisedWeight) and made.format.has_codes:
@@ -167,7 +167,7 @@ def _read(checkpoint: Checkpoint, piece: Piece, part: Tensor) -> None:
 def _fill_quantised(
     checkpoint: Checkpoint, pieces: Sequence[Piece], weight: QuantisedWeight, advance: Callable[[int], None]
 ) -> None:
-    """Fill a weight in codes; those that are stored in its format are taken as they are."""
+    """Fill a quantised weight; codes that are stored in its format are copied."""
     shape, source = tuple(weight.shape), checkpoint.entries[pieces[0].source]
     as_stored = len(pieces) == 1 and pieces[0].rows is None and pieces[0].take is None and source.shape == shape
     tiled = isinstance(checkpoint, TiledCheckpoint) and checkpoint.kept_as(pieces[0].source) == weight.format.name
@@ -201,7 +201,7 @@ class _Rows:
     """The first row of the matrix that it fills."""
     last: int
     apart: bool
-    """Whether its rows are rows of the source, which can be read apart."""
+    """Whether its rows are rows of the source, which can be read separately."""
 
 
 def _by_expert(pieces: Sequence[Piece], shape: tuple[int, ...]) -> list[list[Piece]]:
@@ -260,7 +260,7 @@ def _fill_rows(
 
 
 def _keeps_groups(piece: Piece, group: int) -> bool:
-    """Whether a piece has whole groups of the stored rows, whose codes can be taken as they are."""
+    """Whether a piece has whole groups of the stored rows, whose codes can be copied."""
     if not isinstance(cut := piece.take, Narrow):
         return piece.take is None or isinstance(piece.take, Reordered)
     whole = cut.first % group == 0 and (cut.count % group == 0 or cut.first + cut.count == cut.shape[cut.axis])

@@ -1,8 +1,8 @@
 """A GGUF file as a checkpoint: its tensors under the names and in the layouts that the model's family publishes.
 
 A tensor of the checkpoint is a view: rows of one or more tensors of the file, in another order where the converter
-changed it, decoded a bounded number of rows at a time. Which rows these are, the files of lineate/models/families/gguf
-say.
+changed it, decoded a bounded number of rows at a time. The modules of lineate/models/families/gguf define which rows
+these are.
 """
 
 import math
@@ -55,9 +55,9 @@ class View(Entry):
 
     spans: tuple[Span, ...] = ()
     columns: tuple[tuple[int, int], ...] = ()
-    """Ranges of columns in the view's order; empty: as they are."""
+    """Ranges of columns in the view's order; empty: all in their order."""
     change: Callable[[Tensor], Tensor] | None = None
-    """Changes decoded values, one by one."""
+    """An elementwise function of the decoded values."""
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +77,7 @@ class View(Entry):
 
     @property
     def kept_as(self) -> str | None:
-        """The format of lineate.quantised whose codes and scales these blocks are, if there is one."""
+        """The format of lineate.quantised with the codes and scales of these blocks, if there is one."""
         cut = any(bound % GROUP for span in self.columns for bound in span)
         if self.kind is None or self.change is not None or cut or any(span.turned for span in self.spans):
             return None
@@ -95,8 +95,8 @@ def view(
     Args:
         spans: rows of tensors with equally many columns.
         shape: of the view, with as many elements; None: a matrix, or a vector if a row has one number.
-        columns: ranges of columns in the view's order; none: as they are.
-        change: of the values, one by one.
+        columns: ranges of columns in the view's order; none: all in their order.
+        change: an elementwise function of the values.
     """
     first = spans[0]
     if any(span.width != first.width for span in spans):
@@ -136,11 +136,11 @@ class GgufCheckpoint(Checkpoint):
         return {} if self.header is None else self.header.metadata
 
     def extra(self, name: str) -> dict[str, Any]:
-        """Return nothing: files beside it may belong to other models."""
+        """Return nothing: files next to it may belong to other models."""
         return {}
 
     def kept_as(self, name: str) -> str | None:
-        """Return the format whose codes and scales the stored tensor is made of, if it is: "int8" or "int4"."""
+        """Return the format of the stored tensor's codes and scales, "int8" or "int4"; None for others."""
         return self._view(name).kept_as
 
     def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
@@ -247,7 +247,7 @@ def _ordered(block: Tensor, columns: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def kept_formats(checkpoint: Checkpoint, sources: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return in which format of lineate.quantised tensors of a model are kept if a GGUF checkpoint is loaded as stored.
+    """Return the format of lineate.quantised of each tensor of a model if a GGUF checkpoint is loaded as stored.
 
     A tensor that is made of Q8_0 alone is "int8", one of Q4_0 alone "int4", both exactly. One with any other type of
     blocks, or with several, is rounded to "int8". Tensors without blocks (F32, F16, BF16) are not named.

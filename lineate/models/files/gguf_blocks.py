@@ -1,4 +1,4 @@
-"""The block types of GGUF files: numbers in blocks of 32 or 256 with scales, and how they become float32.
+"""The block types of GGUF files: numbers in blocks of 32 or 256 with scales, and their decoding to float32.
 
     Q4_0  d16 | 16 bytes                      x = d (q - 8)
     Q4_1  d16 m16 | 16 bytes                  x = d q + m
@@ -22,16 +22,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BlockType:
-    """How the numbers of a tensor lie in a file.
+    """The storage of a tensor's numbers in a file.
 
     Args:
         name: of the type.
         size: numbers in a block.
         nbytes: bytes of a block.
-        dtype: that the tensor has for others: its own, or float32 if it is decoded.
-        decode: makes float32 `n size` of bytes `n nbytes`; None: the numbers lie there as they are.
+        dtype: of the tensor for callers: its own, or float32 if it is decoded.
+        decode: makes float32 `n size` of bytes `n nbytes`; None: the numbers are stored plainly.
         kept: the format of lineate.quantised that keeps codes and scales exactly, if there is one.
-        codes: makes codes `n 32` (one a byte, as lineate.quantised has them) and scales `n` of bytes, if `kept`.
+        codes: makes codes `n 32` (one per byte, as in lineate.quantised) and scales `n` of bytes, if `kept`.
     """
 
     name: str

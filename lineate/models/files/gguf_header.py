@@ -1,11 +1,11 @@
-"""The header of a GGUF file: metadata and tensors, with every length checked before anything is made of it.
+"""The header of a GGUF file: metadata and tensors, with every length checked before anything is allocated.
 
     "GGUF" | version u32 | number of tensors u64 | number of keys u64
     keys:     name | type u32 | value          a text is its length u64 and UTF-8; an array its type, length and values
     tensors:  name | dims u32 | sizes u64, the last dim first | type u32 | offset u64 of its data
     padding to a multiple of general.alignment (32), then the data of the tensors, each padded in the same way
 
-Long arrays, such as the vocabulary, stay in the file until they are asked for. Split files have names that end in
+Long arrays, such as the vocabulary, stay in the file until they are requested. Split files have names that end in
 -00001-of-00003.gguf, and the first one has the metadata.
 """
 
@@ -78,7 +78,7 @@ class LongArray:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says about its tensors."""
+    """The metadata and tensors of a file."""
 
     file: Path
     metadata: Mapping[str, Any]
@@ -86,7 +86,7 @@ class Header:
 
 
 class _Cursor:
-    """A place in the bytes of a file, from which values are read one after the other."""
+    """A position in the bytes of a file, from which values are read one after the other."""
 
     def __init__(self, file: Path, data: mmap.mmap, at: int = 0) -> None:
         self.file, self.data, self.at, self.size = file, data, at, len(data)
@@ -95,7 +95,7 @@ class _Cursor:
         return CheckpointError(f"{self.file}: {text}")
 
     def skip(self, nbytes: int, what: str) -> int:
-        """Go on by so many bytes and return where they begin."""
+        """Advance by `nbytes` bytes and return where they begin."""
         if nbytes > self.size - self.at:
             raise self.error(
                 f"expected {what} of {nbytes:,} bytes at byte {self.at:,}, got a file of {self.size:,} bytes; "

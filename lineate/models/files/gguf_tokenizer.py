@@ -1,7 +1,7 @@
-"""The tokenizer inside a GGUF file, as the files that published checkpoints have: tokenizer.json and those beside it.
+"""The tokenizer inside a GGUF file, converted to the files of published checkpoints: tokenizer.json and related ones.
 
 tokenizer.ggml.model     "gpt2": byte-level BPE
-tokenizer.ggml.pre       how a text is cut into pieces; a name whose regular expression is not in the file
+tokenizer.ggml.pre       the splitting of texts into pieces; a name, whose regular expression is not in the file
 tokenizer.ggml.tokens    the tokens; merges: pairs of them, joined by a space; token_type: which are special
 tokenizer.chat_template  and names of tokens with a role: bos_token_id, eos_token_id, ...
 """
@@ -32,13 +32,13 @@ ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddin
 
 
 class UnknownTokenizer(CheckpointError):
-    """A file whose tokenizer is of another kind than those that can be read."""
+    """The tokenizer of the file is of an unsupported kind."""
 
 
 def companions_of(source: Path) -> dict[str, bytes]:
     """Return the files of the tokenizer of a checkpoint, which is a folder or a GGUF file.
 
-    If a GGUF file has none that can be read, they are those beside it; raise UnknownTokenizer if there are none either.
+    If a GGUF file has no supported one, they are those next to it; raise UnknownTokenizer if there are none either.
     """
     if source.is_dir():
         return read_companions(source)
@@ -66,7 +66,7 @@ def gguf_companions(header: Header) -> dict[str, bytes]:
     if not has_tokens(header) or not isinstance(pre, str):
         raise UnknownTokenizer(
             f"{header.file}: {PREFIX}model must be gpt2 and {PREFIX}pre one of {', '.join(PIECES)}, got {show(kind)} "
-            f"and {show(pre)}; put the model's tokenizer.json beside the file"
+            f"and {show(pre)}; put the model's tokenizer.json next to the file"
         )
     tokens, merges, types = (_texts(header, key) for key in ("tokens", "merges", "token_type"))
     if not types:
@@ -121,7 +121,7 @@ def _templates(header: Header) -> dict[str, str]:
 def _tokenizer(
     tokens: list[str], types: list[int], merges: list[list[str]], pieces: str, normal_form: str | None
 ) -> dict[str, Any]:
-    """Return what tokenizer.json has."""
+    """Return the contents of tokenizer.json."""
     whole = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [

@@ -1,4 +1,4 @@
-"""Names on the Hugging Face hub: a checkpoint by its name, and only as much of it as is needed."""
+"""Names on the Hugging Face hub: fetches only the needed files of a checkpoint."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ def is_hub_name(name: str | Path) -> bool:
 
 
 def find_folder(name: str | Path) -> Path:
-    """Return a folder as it is, or the folder with all files of a hub name, which are downloaded if necessary."""
+    """Return a folder itself, or the folder with all files of a hub name, which are downloaded if necessary."""
     path = user_path(name)
     if path.is_dir():
         return path
@@ -30,7 +30,7 @@ def find_folder(name: str | Path) -> Path:
 
 
 def fetch(name: str, patterns: list[str]) -> Path:
-    """Return the folder in the hub's cache that has the files of these patterns, fetched if they are not there yet."""
+    """Return the folder in the hub's cache that has the files of these patterns, fetched if they are missing."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -62,7 +62,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def _fetch_entries(name: str, folder: Path) -> dict[str, Entry]:
-    """Fetch the first bytes of every file of weights, which say what it holds."""
+    """Fetch the first bytes of every file of weights, which contain its header."""
     from huggingface_hub import get_safetensors_metadata
 
     revision = folder.name if re.fullmatch(REVISION, folder.name) else None  # the config's, not a newer one
@@ -79,7 +79,7 @@ def _fetch_entries(name: str, folder: Path) -> dict[str, Entry]:
 
 
 def _why(name: str, error: Exception) -> CheckpointError:
-    """Return what went wrong, by the names of the library's errors, as they moved between versions, or in its words."""
+    """Describe an error of the library by its name, because classes moved between versions, or by its message."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GatedRepoError" in kinds:
         reason = "its owner asks for an agreement; accept it on the model's page, then run hf auth login"

@@ -1,8 +1,8 @@
 """Fills a model from a checkpoint whose tensors have other names, orders and dtypes.
 
-A plan says for every tensor of the model which pieces of the checkpoint it is made of. It is checked against the
+A plan defines for every tensor of the model the pieces of the checkpoint that fill it. It is checked against the
 headers before any memory is allocated; one error lists all tensors that are missing, unexpected or misshapen. Then
-every tensor is made once, on its device and in its dtype, and filled piece by piece in the order of the files.
+every tensor is allocated once, on its device and in its dtype, and filled piece by piece in the order of the files.
 """
 
 import math
@@ -37,12 +37,12 @@ __all__ = [
     "stored_dtype",
 ]
 LISTED = 40
-"""How many tensors a message names for each kind of problem; the error's attributes have all."""
+"""The number of tensors that a message names for each kind of problem; the error's attributes have all."""
 
 
 @dataclass(frozen=True)
 class LoadingPlan:
-    """How the tensors of a model are made from those of a checkpoint."""
+    """The mapping from the tensors of a checkpoint to those of a model."""
 
     pieces: Mapping[str, Sequence[Piece]]
     """The pieces of every parameter and buffer of the model."""
@@ -94,10 +94,10 @@ def load(
     hint: str = "",
     quantised: Mapping[str, Format] | None = None,
 ) -> None:
-    """Give a model on the meta device its tensors; if anything fails it stays as it was.
+    """Give a model on the meta device its tensors; if anything fails it is unchanged.
 
     Floating tensors become `dtype`, except A_log, dt_bias and router_bias, which are float32, and those named in
-    `quantised`, which become weights of these formats; for others they have `dtype`.
+    `quantised`, which become weights of these formats; to callers they have `dtype`.
     """
     targets, quantised = _find_targets(model), quantised or {}
     check_all({name: target.like for name, target in targets.items()}, plan, checkpoint, hint)
@@ -122,7 +122,7 @@ def load(
 
 
 def check_all(tensors: Mapping[str, Tensor], plan: LoadingPlan, checkpoint: Checkpoint, hint: str = "") -> None:
-    """Raise unless the checkpoint has all that the plan takes for these tensors, before anything is allocated."""
+    """Raise unless the checkpoint has all tensors that the plan needs, before anything is allocated."""
     check_plan({name: tuple(x.shape) for name, x in tensors.items()}, plan)
     check_tensors(plan, checkpoint, {name for name, x in tensors.items() if x.is_floating_point()}, hint)
     for first, second in plan.equal:
@@ -229,7 +229,7 @@ def _disjoint(boxes: list[list[tuple[int, int]]], dim: int) -> bool:
 
 
 def _place(checkpoint: Checkpoint, piece: Piece) -> tuple[str, int, int]:
-    """Return the place of a piece in its file; pieces are read in this order, so that files are read front to end."""
+    """Return the position of a piece in its file; pieces are read in this order, so files are read sequentially."""
     entry = checkpoint.entries[piece.source]
     return str(entry.file), entry.start, 0 if piece.rows is None else piece.rows[0]
 

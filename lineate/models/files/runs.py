@@ -1,4 +1,4 @@
-"""Folders of runs of `lineate train`: their finished model, their checkpoints, and which of these is whole.
+"""Folders of runs of `lineate train`: their finished model, their checkpoints, and the verification of these.
 
 RUN/model/                        the finished model and its tokenizer
 RUN/checkpoints/step-000123/      a checkpoint, with a manifest of the size and SHA-256 of each file
@@ -29,7 +29,7 @@ def problem(path: Path, contents: bool = True) -> str | None:
 
     Args:
         path: The folder of the checkpoint.
-        contents: Whether to compare checksums too, and not only names and sizes.
+        contents: Whether to compare checksums in addition to names and sizes.
     """
     try:
         manifest: dict[str, tuple[int, str]] = json.loads((path / MANIFEST_FILE).read_text())

@@ -4,8 +4,8 @@
     header, JSON: {name: {dtype, shape, data_offsets: [first, last]}, "__metadata__": {text: text}}
     data: the tensors, row-major, one after the other; offsets count from the end of the header
 
-Files are read with seek and readinto, straight into the memory of the final tensor. They are never mapped: mapped pages
-would count as resident memory in addition to the tensors made from them. Pickles are never read.
+Files are read with seek and readinto, straight into the memory of the final tensor. They are never memory-mapped:
+mapped pages would count as resident memory in addition to the tensors made from them. Pickles are never read.
 """
 
 import ctypes
@@ -64,7 +64,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """The place of one tensor in a file."""
+    """The position of one tensor in a file."""
 
     file: Path
     dtype: torch.dtype
@@ -78,12 +78,12 @@ class Entry:
 
     @property
     def parts(self) -> tuple["Entry", ...]:
-        """The tensors of the files that it is made of: itself, or the codes and scales of a quantised one."""
+        """The stored tensors that it consists of: itself, or the codes and scales of a quantised one."""
         return (self,)
 
     @property
     def encoding(self) -> str:
-        """What its numbers are in the file."""
+        """The encoding of its numbers in the file."""
         return str(self.dtype).removeprefix("torch.")
 
 

@@ -1,6 +1,6 @@
 """The part of a loading plan that fills one rank's share of a model: the same pieces, cut.
 
-Rows of a stored tensor are read apart; other cuts read a block of rows and keep some of its columns.
+Rows of a stored tensor are read separately; other cuts read a block of rows and keep some of its columns.
 """
 
 import math
@@ -16,7 +16,7 @@ AT_ONCE = 2**22
 
 
 class Share(Protocol):
-    """What a rank holds of a tensor: pieces of one dimension, one after another."""
+    """A rank's share of a tensor: pieces of one dimension, one after another."""
 
     @property
     def dim(self) -> int: ...
@@ -36,7 +36,7 @@ def slice_plan(plan: LoadingPlan, shapes: Mapping[str, tuple[int, ...]], shares:
         name: [own for piece in found for own in _cut(piece, shapes[name], shares[name])] if name in shares else found
         for name, found in plan.pieces.items()
     }
-    return LoadingPlan(pieces, ignored=(".",))  # what other ranks read is superfluous here
+    return LoadingPlan(pieces, ignored=(".",))  # the tensors of other ranks are superfluous here
 
 
 def _cut(piece: Piece, shape: tuple[int, ...], share: Share) -> Iterator[Piece]:

@@ -1,4 +1,4 @@
-"""Checkpoints of our own whose weights are quantised: two entries a weight, in tiles as in memory.
+"""Checkpoints of lineate with quantised weights: two entries per weight, in tiles as in memory.
 
     NAME.codes     uint8, in tiles (lineate/quantised/format.py)
     NAME.scales    in the format's dtype, float16 (fp8: float32)
@@ -27,11 +27,11 @@ CODES, SCALES = ".codes", ".scales"
 
 @dataclass
 class TiledCheckpoint(Checkpoint):
-    """A checkpoint whose entries are the weights that codes and scales stand for."""
+    """A checkpoint whose entries are the weights that codes and scales encode."""
 
     form: Format = FORMATS["int8"]  # a frozen value
     tiles: dict[str, tuple[Entry, Entry]] = field(default_factory=dict)
-    """The codes and the scales of each weight that is quantised."""
+    """The codes and the scales of each quantised weight."""
 
     def read_into(self, name: str, target: Tensor, rows: tuple[int, int] | None = None) -> None:
         if name not in self.tiles:
@@ -68,7 +68,7 @@ class TiledCheckpoint(Checkpoint):
         return codes[first - tile * TILE :], scales[first - tile * TILE :]
 
     def read_tiles(self, name: str, weight: QuantisedWeight) -> None:
-        """Fill a quantised weight of this checkpoint's format with the bytes as they are."""
+        """Fill a quantised weight of this checkpoint's format with the stored bytes."""
         assert weight.scales is not None and weight.format == self.form
         for key, entry, part in zip((CODES, SCALES), self.tiles[name], (weight.codes, weight.scales), strict=True):
             self._reader.read_into(name + key, entry, part)
@@ -94,7 +94,7 @@ class TiledCheckpoint(Checkpoint):
 
 
 def written_format(config: Mapping[str, Any]) -> Format | None:
-    """Return the format that a config.json of ours names; None if it names none."""
+    """Return the format that a config.json of lineate names; None if it names none."""
     name = config.get(KEY)
     if name is None:
         return None
@@ -104,10 +104,10 @@ def written_format(config: Mapping[str, Any]) -> Format | None:
 
 
 def present_tiles(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Checkpoint:
-    """Return a checkpoint of ours whose entries are weights; every code and scale is checked against its header.
+    """Return a checkpoint of lineate whose entries are weights; every code and scale is checked against its header.
 
     Args:
-        checkpoint: as it was opened.
+        checkpoint: the opened checkpoint.
         shapes: of the model's tensors, by name.
         dtype: that its weights are read in.
     """
@@ -148,7 +148,7 @@ def sizes(name: str, shape: tuple[int, ...], form: Format) -> dict[str, TensorSi
 
 
 def stored_tensors(name: str, x: Tensor) -> dict[str, Tensor]:
-    """Return the plain tensors that a tensor, which may be a quantised weight, is written as."""
+    """Return the plain tensors that a tensor, which may be quantised, is written as."""
     if not isinstance(x, QuantisedWeight):
         return {name: x}
     parts = [x.codes] if x.scales is None else [x.codes, x.scales]

@@ -1,10 +1,10 @@
-"""Which rank attends with which queries, so that ranks that share sequences (context.py) compare as many pairs each.
+"""Balances attention: decides which rank attends with which queries, so that all compare equally many pairs.
 
 A query is compared with all tokens up to its own, so the rank with the end of a long sequence has the most to do. The
 linear rules need contiguous segments; attention does not, because the keys of a split sequence are gathered by all
-ranks anyway. So tokens stay where they are, and ranks above the mean give their last queries to ranks below it: a rank
-with an early segment then also has a late piece. All ranks compute the same plan, from what each tells the others about
-its sequences.
+ranks anyway. So tokens stay on their ranks, and ranks above the mean give their last queries to ranks below it: a rank
+with an early segment then also has a late piece. All ranks compute the same plan from the descriptions of their
+sequences that they exchange.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,9 +12,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 LEAST_PAIRS = 2**20
-"""Queries stay where they are unless the rank with the most pairs has at least so many more than the mean.
+"""Queries move only if the rank with the most pairs exceeds the mean by at least this number of pairs.
 
-Fewer take less time than the two exchanges: with 32 heads of 128 channels a GPU compares so many in about 40 us.
+Fewer pairs take less time than the two exchanges: with 32 heads of 128 channels a GPU compares this number in about
+40 us.
 """
 ENOUGH = 32
 """A rank gives queries until it has at most 1 / ENOUGH of the mean above the mean."""
@@ -32,7 +33,7 @@ class Part(NamedTuple):
         return Part(self.tokens, earlier.before + earlier.tokens)
 
     def pairs(self, start: int = 0, end: int | None = None) -> int:
-        """Return the pairs of a query and a key that it sees, for the queries of tokens start .. end."""
+        """Count the pairs of a query and a visible key, for the queries of tokens start .. end."""
         end = self.tokens if end is None else end
         return (end - start) * self.before + (end * (end + 1) - start * (start + 1)) // 2
 
@@ -86,15 +87,15 @@ def attention_pairs(parts: Parts, moves: Iterable[Move] = ()) -> list[int]:
 
 
 def plan_moves(parts: Parts, rows: int = 1) -> tuple[Move, ...]:
-    """Return which queries move so that no rank has much more than the mean; nothing moves if that saves too little.
+    """Return the queries to move so that no rank has much more than the mean; none if that saves too little.
 
     The rank with the most pairs gives to the one with the fewest, until none has more than 1 / ENOUGH above the mean.
-    It gives the last queries of the sequence in which they see most keys: those are the fewest queries for as many
-    pairs. No rank gives so much that it is below the mean, nor takes so much that it is above it.
+    It gives the last queries of the sequence in which they see most keys, which takes the fewest queries. No rank gives
+    so much that it is below the mean, nor takes so much that it is above it.
 
     Args:
         parts: The sequences of every rank.
-        rows: Rows of the batch, which are all split alike.
+        rows: Rows of the batch, which are all split in the same way.
     """
     ranks, pairs = len(parts), attention_pairs(parts)
     moves: list[Move] = []
@@ -111,7 +112,7 @@ def plan_moves(parts: Parts, rows: int = 1) -> tuple[Move, ...]:
         sequence = max((i for i, n in enumerate(kept[owner]) if n), key=lambda i: own[i].before + kept[owner][i])
         part, end = own[sequence], kept[owner][sequence]
         start = _first_of(part, end, min(above, below) // ranks)
-        if start == end:  # one query is more than is to be moved
+        if start == end:  # one query has more pairs than should move
             return tuple(moves)
         moves.append(Move(owner, sequence, start, end, worker))
         kept[owner][sequence] = start
@@ -120,7 +121,7 @@ def plan_moves(parts: Parts, rows: int = 1) -> tuple[Move, ...]:
 
 
 def _first_of(part: Part, end: int, most: int) -> int:
-    """Return the first of the last queries before `end` that together have at most so many pairs."""
+    """Return the first of the last queries before `end` that together have at most the given number of pairs."""
     low, high = 0, end
     while low < high:
         middle = (low + high) // 2

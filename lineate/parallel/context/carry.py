@@ -20,7 +20,7 @@ from lineate.rule import compute_dtype, full_precision
 from lineate.torch_ops.tracing import uncompiled
 
 READ_AT_ONCE = 4096
-"""How many tokens' gradients are added to the state's at a time, which bounds the size of the float32 copy."""
+"""Tokens whose gradients are added to the state's at a time, which bounds the size of the float32 copy."""
 
 
 class _HandOn(torch.autograd.Function):

@@ -28,14 +28,14 @@ if TYPE_CHECKING:  # absent from builds of torch without torch.distributed
 
 
 class Told(NamedTuple):
-    """What a rank tells all others about a call; its leaving sequence is the last sequence of its segment."""
+    """The description of a call that a rank sends to all others; its leaving sequence is the last of its segment."""
 
     rows: int
     """The batch size b; 0 for packed sequences."""
     continues: int
     """Whether its first sequence began on an earlier rank."""
     others: int
-    """How many sequences its segment has beside the leaving one; the ranks then tell each other about those too."""
+    """The number of sequences in its segment besides the leaving one; the ranks then exchange those too."""
     tokens: int
     """Tokens of the leaving sequence in this segment."""
     seen: int
@@ -57,7 +57,7 @@ class Context:
     def segment(
         self, x: Tensor, cu_seqlens: Tensor | None = None, continues: bool | None = None, seen: int | Tensor = 0
     ) -> "Segment":
-        """Describe this rank's part x `b t ...` of a call; all ranks must call this method together.
+        """Exchange the descriptions of each rank's part x `b t ...` of a call; all ranks must call this together.
 
         cu_seqlens: the bounds of this rank's packed sequences, from 0 to t. continues: whether the first of them began
         on an earlier rank; must be given with cu_seqlens. Without cu_seqlens every row is one sequence over all ranks.
@@ -142,7 +142,7 @@ class Pending:
     """A tensor that the ranks are still sending."""
 
     def __init__(self, work: Any, sent: Tensor, result: Tensor) -> None:
-        self._work, self._sent, self._result = work, sent, result  # what is sent must stay until it has arrived
+        self._work, self._sent, self._result = work, sent, result  # the sent tensor must live until it has arrived
 
     def wait(self) -> Tensor:
         """Return the tensor when it has arrived; on a GPU only the stream waits for it."""
@@ -171,12 +171,12 @@ class Segment:
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
-        """The queries that other ranks attend with, so that all have as much to do (balance.py)."""
+        """The queries that other ranks attend with, so that all have equal work (balance.py)."""
         return plan_moves(self.sequences, max(self.own.rows, 1))
 
     @cached_property
     def workload(self) -> Workload:
-        """What this rank does in an attention layer."""
+        """The work of this rank in an attention layer."""
         continues = [bool(each.continues) for each in self.told]
         return Workload(self.context.rank, self.sequences, continues, self.moves)
 
@@ -258,10 +258,11 @@ class Segment:
         return rank + 1 < self.context.size and bool(self.told[rank + 1].continues)
 
     def parts(self, most: int | None = None) -> list[int]:
-        """Return how many tokens of its leaving sequence each rank hands on: 0 if the sequence ends there.
+        """Return how many tokens of its leaving sequence each rank passes on: 0 if the sequence ends there.
 
-        Tokens in the sequence's initial state count too. most: only so many last tokens are needed (the convolution's);
-        a rank on which the sequence begins hands on exactly that many, because the initial state has as many.
+        Tokens in the sequence's initial state count too. most: the number of last tokens that are needed (for the
+        convolution); a rank on which the sequence begins passes on exactly this number, because the initial state has
+        as many.
         """
         counts = []
         for rank, each in enumerate(self.told):

@@ -1,4 +1,4 @@
-"""What one rank sends, receives and attends with in an attention layer under context parallelism (context.py)."""
+"""The work of one rank in an attention layer under context parallelism: sends, receives and attention calls."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -17,14 +17,14 @@ class Place(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where some entries (keys and values, or latent vectors) come from."""
+    """The source of some entries (keys and values, or latent vectors)."""
 
     kind: str
     """The rank's own "new" tokens, an initial "state", or another "rank"."""
     start: int
     """The first of the new tokens, the row of the state, or the first of the entries that the other rank sends."""
     size: int
-    """How many entries they are."""
+    """The number of entries."""
     rank: int = -1
     """The other rank."""
 
@@ -41,11 +41,11 @@ class Call(NamedTuple):
 
 
 class Workload:
-    """What a rank does in an attention layer; the same for all layers of a call.
+    """The work of a rank in an attention layer; the same for all layers of a call.
 
     Its entries are those of its own sequences, each from the sequence's beginning, followed by those of other ranks'
     sequences whose queries it takes. If it takes later queries of one of its own sequences, the entries of that
-    sequence go as far as those.
+    sequence extend to those queries.
 
     Args:
         rank: The rank.

@@ -1,4 +1,4 @@
-"""Connections between rank 0 and every other rank of a job, for what the ranks must agree on.
+"""Connections between rank 0 and every other rank of a job, for values on which the ranks must agree.
 
     link = connect(store, place, about)      # on every rank; refused unless `about` is the same on all
     link.send("step", events)                # rank 0: to all others, which call link.receive("step")
@@ -7,8 +7,8 @@
 
 Messages are JSON, one a line, so nothing is ever unpickled. Collectives of torch.distributed are left to the model:
 they would end a job that is idle for longer than their timeout, over NCCL they wait for minutes for a rank that was
-killed, and they do not say which rank that was. Here a rank waits as long as it must without using its processor, and a
-rank whose process ends is noticed at once, whatever the others are doing.
+killed, and they do not name that rank. Here a rank waits without a timeout and without using its processor, and the end
+of a rank's process is detected at once, whatever the others are doing.
 
 A rank that fails, or is lost, ends the job: `ended` says why, in one sentence that rank 0 has sent to all others, and
 every call raises JobEnded.
@@ -30,13 +30,13 @@ from typing import Any, NoReturn, TypeVar
 from lineate.parallel.job.processes import COLLECTIVE_TIMEOUT, Place
 
 ADDRESS = "lineate/link"
-"""The key of the store under which rank 0 says where it listens."""
+"""The key of the store under which rank 0 publishes its address."""
 GRACE_SECONDS = 5.0
-"""How long a rank that fails waits for the news that another rank was lost, which may be why it fails."""
+"""Time that a failing rank waits for the message that another rank was lost, which may be the cause."""
 HELLO_SECONDS = 10.0
 LONGEST_HELLO = 2**20
 KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
-"""A machine that is gone without a word is noticed after half a minute."""
+"""Keep-alive: a machine that disappears silently is detected after half a minute."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 logger = logging.getLogger(__name__)
@@ -61,10 +61,10 @@ class Link:
     def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
         self.rank, self.size = rank, size
         self.ended: str | None = None
-        """Why the job has ended; None while it goes on."""
+        """The reason why the job has ended; None while it runs."""
         self.speaker = 0
-        """Which rank says so: rank 0, or the next one if rank 0 was lost."""
-        self._over = threading.Event()  # set when the job has ended, for whatever reason
+        """The rank that reports it: rank 0, or the next one if rank 0 was lost."""
+        self._over = threading.Event()  # set when the job has ended, for any reason
         self._closed = False
         self._changing = threading.Lock()
         self._callback: Callable[[str], None] | None = None
@@ -88,8 +88,8 @@ class Link:
         """Send a message from rank 0 to all others.
 
         Args:
-            kind: What the others receive it as.
-            value: Anything that JSON can hold.
+            kind: The kind that the others expect.
+            value: A value that JSON can represent.
         """
         self._check()
         self._send_all({kind: value})
@@ -98,7 +98,7 @@ class Link:
         """Wait for the next message of rank 0, which must be of this kind.
 
         Args:
-            kind: As rank 0 has sent it.
+            kind: The kind that rank 0 sends.
         """
         return self._take(self._peers[0], kind)
 
@@ -133,7 +133,7 @@ class Link:
         """End the job because this rank has failed; if another rank was lost, that is the reason instead.
 
         Args:
-            error: What went wrong. A collective that fails is a RuntimeError.
+            error: The failure. A collective that fails is a RuntimeError.
         """
         if self.rank or isinstance(error, RuntimeError):
             self._over.wait(GRACE_SECONDS)
@@ -146,7 +146,7 @@ class Link:
         raise JobEnded(self.ended)
 
     def refuse(self, why: str) -> None:
-        """End the job on all other ranks, because this one does not go on; it says itself why.
+        """End the job on all other ranks, because this one stops; this rank prints the reason itself.
 
         Args:
             why: One sentence.
@@ -156,7 +156,7 @@ class Link:
         self._end(why, tell=False)
 
     def close(self) -> None:
-        """Leave the others, which do not take this rank for lost."""
+        """Disconnect without being reported as lost."""
         with self._changing:
             if self._closed:
                 return
@@ -167,7 +167,7 @@ class Link:
             peer.close()
 
     def _send_all(self, message: dict[str, Any]) -> None:
-        """Send a message to all peers; one that is gone is noticed by its listener."""
+        """Send a message to all peers; a closed connection is detected by its listener."""
         line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
         for peer in self._peers.values():
             peer.send(line)
@@ -203,7 +203,7 @@ class Link:
             self._end(last["end"] if peer.rank == 0 else f"rank {peer.rank} failed: {last['end']}")
 
     def _end(self, why: str, tell: bool = True) -> None:
-        """End the job once: tell the others if this is rank 0, wake who waits, and call who watches if `tell`."""
+        """End the job once: notify the others if this is rank 0, wake waiting calls, run the callback if `tell`."""
         with self._changing:
             if self._over.is_set() or self._closed:
                 return
@@ -238,11 +238,11 @@ class _Peer:
             with self._connection.makefile("rb") as file:
                 for line in file:
                     yield json.loads(line)
-        except (OSError, ValueError):  # it was closed here, or broke off in the middle of a line
+        except (OSError, ValueError):  # it was closed on this side, or ended within a line
             return
 
     def send(self, line: bytes) -> None:
-        with suppress(OSError), self._sending:  # whoever listens learns why it is gone
+        with suppress(OSError), self._sending:  # the listener reports why it is closed
             self._connection.sendall(line)
 
     def close(self) -> None:
@@ -259,7 +259,7 @@ def connect(
     Args:
         store: The store of torch.distributed through which the ranks meet.
         here: The place of this rank.
-        about: What must be the same on every rank: by name, what is compared, and how it is shown.
+        about: Values that must be the same on every rank: by name, the compared value and its text.
         timeout: How long rank 0 waits for the others.
     """
     own = {name: list(said) for name, said in about.items()}
@@ -281,12 +281,12 @@ def connect(
 
 
 def difference(rank: int, theirs: Mapping[str, Sequence[str]], ours: Mapping[str, Sequence[str]]) -> str | None:
-    """Return a sentence about the first thing in which a rank differs from rank 0; None if there is none.
+    """Return a sentence about the first difference between a rank and rank 0; None if there is none.
 
     Args:
         rank: The number of the rank.
-        theirs: What it says about itself.
-        ours: What rank 0 says.
+        theirs: The values of the rank.
+        ours: The values of rank 0.
     """
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         (own, shown), (other, other_shown) = (said.get(name, ("", "nothing")) for said in (ours, theirs))
@@ -298,7 +298,7 @@ def difference(rank: int, theirs: Mapping[str, Sequence[str]], ours: Mapping[str
 def _accept_all(
     store: Any, here: Place, timeout: timedelta
 ) -> tuple[dict[int, socket.socket], dict[int, dict[str, list[str]]]]:
-    """Listen until all other ranks have said who they are; return their sockets and what they say about themselves."""
+    """Listen until all other ranks have introduced themselves; return their sockets and their values."""
     master = os.environ.get("MASTER_ADDR", LOCAL[0])
     alone = master in LOCAL or os.environ.get("LOCAL_WORLD_SIZE") == str(here.size)  # on one machine
     token = secrets.token_hex(16)
@@ -315,7 +315,7 @@ def _accept_all(
                 raise TimeoutError(f"expected {here.size} ranks within {timeout}, got {got}") from None
             try:
                 given, rank, said = _hello(connection)
-            except (OSError, ValueError, TypeError):  # nobody of this job
+            except (OSError, ValueError, TypeError):  # not a process of this job
                 connection.close()
                 continue
             if not hmac.compare_digest(str(given).encode(), token.encode()):
@@ -326,7 +326,7 @@ def _accept_all(
 
 
 def _listen(alone: bool, backlog: int) -> socket.socket:
-    """Return a socket that listens at a free port: for this machine alone, or for others as well."""
+    """Return a socket that listens at a free port: for this machine only, or for others as well."""
     if alone:
         return socket.create_server(("127.0.0.1", 0), backlog=backlog)
     if socket.has_dualstack_ipv6():

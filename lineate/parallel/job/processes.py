@@ -1,4 +1,4 @@
-"""What torchrun tells a process: its place among the others, its device, and the store through which they meet.
+"""The setting of a process under torchrun: its rank, its device, and the store through which processes connect.
 
 torchrun starts the processes of a job and sets RANK, WORLD_SIZE and LOCAL_RANK in the environment of each. Without
 torchrun there is one process.
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""How long a collective waits for a rank that hangs. A rank that dies is noticed at once, as its connections close."""
+"""The timeout of a collective for a rank that hangs. A rank that dies is detected at once, as its connections close."""
 
 _VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
 
@@ -45,7 +45,7 @@ def _variable(name: str, alone: int) -> int:
         there = [other for other, _ in _VARIABLES if other in os.environ]
         if there:
             raise RuntimeError(
-                f"{name} must be set in the environment beside {', '.join(there)}, got nothing; "
+                f"{name} must be set in the environment besides {', '.join(there)}, got nothing; "
                 "start the processes with torchrun"
             )
         return alone
@@ -79,7 +79,7 @@ def fresh_store(rank: int, size: int) -> Any:
                 store.set(f"lineate/answer/{store.get(f'lineate/ask/{other}').decode()}", name)
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"expected {size} ranks within {COLLECTIVE_TIMEOUT}, got {here + 1}; see what the others say"
+                f"expected {size} ranks within {COLLECTIVE_TIMEOUT}, got {here + 1}; see the others' messages"
             )
         time.sleep(0.01)
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]

@@ -1,1 +1,1 @@
-"""One model over many ranks: the ranks, and how parameters are cut."""
+"""One model over many ranks: the ranks, and the division of parameters."""

@@ -46,7 +46,7 @@ class Ranks:
 
     @uncompiled
     def total(self, x: Tensor) -> Tensor:
-        """Return the sum of x over all ranks, of which every rank then reads its own share of a result."""
+        """Return the sum of x over all ranks; each rank's result depends only on its own share."""
         return self._sum(x, forward=True, backward=True)
 
     @uncompiled
@@ -72,7 +72,7 @@ class Ranks:
         return x
 
     def send_to_first(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> Iterator[Tensor]:
-        """Yield every rank's x on the first rank, one after another, on the CPU; nothing on the others.
+        """Yield every rank's x in turn on the first rank, on the CPU; nothing on the others.
 
         Args:
             x: this rank's tensor.
@@ -132,7 +132,7 @@ def rms_norm_over(ranks: Ranks, x: Tensor, weight: Tensor | None, eps: float, si
     Args:
         ranks: the ranks.
         x: this rank's channels, last.
-        weight: what they are multiplied by; None: nothing.
+        weight: the factors of the channels; None: no factors.
         eps: added to the mean square.
         size: the channels of all ranks.
     """

@@ -1,4 +1,4 @@
-"""How a mixer is shared out among the ranks of tensor parallelism: each rank has some of the heads.
+"""The division of a mixer among the ranks of tensor parallelism: each rank has some of the heads.
 
 A rank's mixer is an ordinary one with fewer heads, so its configuration describes it, and its parameters are slices of
 the whole mixer's. A row of the registry says both:
@@ -42,13 +42,13 @@ class Part:
         return first, first + held
 
     def held_by_several(self, ranks: int) -> bool:
-        """Whether several of so many ranks have the same channels, each a part of their gradient."""
+        """Whether ranks replicate channels, so that their gradients must be summed."""
         return ranks > max(self.units, 1)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How one dimension of a parameter is shared out: in parts, each by its own heads.
+    """The division of one dimension of a parameter: in parts, each by its own heads.
 
     Args:
         dim: the dimension.
@@ -74,7 +74,7 @@ Cuts = Mapping[str, Cut]
 
 @dataclass(frozen=True)
 class Shard:
-    """How a kind of mixer is shared out.
+    """The division of a kind of mixer.
 
     Args:
         divide: (config, ranks) -> the configuration of one rank's mixer; ValueError if the heads do not divide.
@@ -89,7 +89,7 @@ def share_out(name: str, count: int, ranks: int, *, several: bool = False) -> in
     """Return how many of `count` heads or channels a rank has; raise if they cannot be shared out.
 
     Args:
-        name: what the message calls them.
+        name: their name in the message.
         count: how many there are.
         ranks: how many ranks share them.
         several: whether several ranks may have the same one, if there are fewer than ranks.

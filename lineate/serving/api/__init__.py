@@ -1,1 +1,1 @@
-"""OpenAI's API over an engine: what a body may say, what the answers look like."""
+"""OpenAI's API over an engine: request bodies and answers."""

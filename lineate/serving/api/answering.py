@@ -1,4 +1,4 @@
-"""What the answers of all routes share: the head of a body, how it is sent, and what is freed at its end."""
+"""The base of the answers of all routes: the first fields, sending, and cleanup at the end."""
 
 import secrets
 import time
@@ -20,9 +20,9 @@ class Answering(ABC):
     """The answer to one body, whole or in chunks.
 
     Args:
-        service: What answers.
+        service: The served model.
         running: The requests to the engine.
-        prefix: What the answer's id begins with.
+        prefix: The beginning of the answer's id.
         kind: The `object` of the answer, or of its chunks.
     """
 
@@ -43,10 +43,10 @@ class Answering(ABC):
 
     @abstractmethod
     def chunks(self) -> AsyncIterator[dict[str, Any] | bytes | None]:
-        """Yield the answer in chunks, as values or JSON; None while nothing has come for a while."""
+        """Yield the answer in chunks, as values or JSON; None after a period without output."""
 
     async def respond(self, request: Request, stream: bool, ignored: tuple[str, ...]) -> Response:
-        """Send the answer, with the names of the fields that were ignored, and free what it holds however it ends."""
+        """Send the answer, with the names of the fields that were ignored, and free its resources however it ends."""
         headers = {HEADER: ", ".join(ignored)} if ignored else {}
         if stream:
             return EventStream(self._whole_or_error(), self._service.limits, self.close, headers)
@@ -66,7 +66,7 @@ class Answering(ABC):
             raise shutting_down("the server is shutting down; the answer is not complete")
 
     def close(self) -> None:
-        """Free what still runs, and count the tokens once."""
+        """Cancel the running requests, and count the tokens once."""
         if not self._closed:
             self._closed = True
             self._running.close()

@@ -1,16 +1,16 @@
-"""How many values the JSON of a body has, counted before anything is made of them."""
+"""Counts the values in the JSON of a body before it is parsed."""
 
 from lineate.web.errors import invalid
 
 BEGINS = b",[{"
-"""A value is behind a comma or a bracket, or is the first one."""
+"""A value follows a comma or a bracket, or is the first one."""
 _REST = bytes(set(range(256)) - set(BEGINS + b'"'))
 
 
 def check_values(body: bytes, most: int) -> None:
-    """Raise ApiError if a body has more than `most` values; nothing that is no JSON passes for less than it has.
+    """Raise ApiError if a body has more than `most` values; the count is never too low, also for invalid JSON.
 
-    A list of millions of lists takes seconds to read, in which the interpreter does nothing else.
+    A list of millions of lists takes seconds to parse, which blocks the interpreter.
 
     Args:
         body: The body.
@@ -18,7 +18,7 @@ def check_values(body: bytes, most: int) -> None:
     """
     if sum(map(body.count, (b",", b"[", b"{"))) < most:  # those within texts included
         return
-    bare = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _REST)  # quotes, and what values begin with
+    bare = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _REST)  # quotes and starts of values
     # Each text has two quotes and is a value or a key.
     if bare.count(b'"') > 4 * most or sum(map(len, bare.split(b'"')[::2])) >= most:
         raise invalid(None, f"the body must have at most {most} values, got more", "array_above_max_length")

@@ -1,11 +1,11 @@
-"""The text of one call of a tool: read when it is complete, and named when it is cut.
+"""Parses the text of one tool call, complete or truncated.
 
     Qwen       <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>
     Qwen3.5    <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
     Kimi       <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>
 
-A call is read whole or not at all. Arguments that were written as JSON are passed on unchanged. `may_become` never
-refuses the beginning of a text that `read_call` reads, so it does not matter in which pieces a text arrives.
+A call is parsed completely or not at all. Arguments that were written as JSON are passed on unchanged. `may_become`
+never refuses the beginning of a text that `read_call` reads, so it does not matter in which pieces a text arrives.
 """
 
 import json
@@ -24,7 +24,7 @@ SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 ENDS = {"<tool_call>": "</tool_call>", KIMI: "<|tool_call_end|>"}
 """The markers at the beginning and at the end of a call."""
 CLOSED = {**ENDS, TAGS: "</function>", SECTION[0]: ENDS[KIMI]}
-"""Everything that a call may begin with, and the end that belongs to it."""
+"""All markers that begin a call, with the corresponding ends."""
 
 _DECODER = json.JSONDecoder()
 _KEY, _COLON = re.compile(r"[{,]?\s*\""), re.compile(r"\s*:\s*")
@@ -36,7 +36,7 @@ _PARAMETER_END = "</parameter>"
 _AFTER_VALUE = re.compile(r"\s*(?:</function>\s*\Z|(<parameter=[^>\n]+>))")
 _FUNCTION_END = re.compile(r"</function>\s*\Z")
 _UNCLOSED = re.compile(r"</function>\s*</tool_call>")
-"""Within a value it means that the model forgot to close the value."""
+"""Within a value it means that the model did not close the value."""
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
@@ -46,14 +46,14 @@ class Called:
 
     name: str
     arguments: str
-    """A JSON object; if the call was cut, what the model had written of it."""
+    """A JSON object; if the call was truncated, its text so far."""
     id: str
     cut: bool = False
-    """Whether the text ended within the call. A name that was not complete is "" then, and stands in the arguments."""
+    """Whether the text ended within the call. An incomplete name is then "" and part of the arguments."""
 
 
 def read_call(text: str, opener: str, schemas: dict[str, dict[str, Any]]) -> Called | None:
-    """Return the call between two markers, or None if it is none.
+    """Return the call between two markers, or None if the text is not a call.
 
     Args:
         text: The text after the opener, without its end; for TAGS with its end.
@@ -94,7 +94,7 @@ def may_become(text: str, opener: str, schemas: dict[str, dict[str, Any]]) -> bo
 
 
 def cut_call(text: str, opener: str) -> Called | None:
-    """Return a call that may_become allows, but whose end is missing; None if nothing of it has been written.
+    """Return a truncated call that may_become allows; None if its text is empty.
 
     Args:
         text: The text after the opener.
@@ -120,12 +120,12 @@ def cut_call(text: str, opener: str) -> Called | None:
 
 
 def ends_call(text: str, at: int, ended: bool) -> bool | None:
-    """Whether a call without an opener can end here, as nothing but another marker follows; None if more must come.
+    """Whether a call without an opener can end here, because only another marker follows; None if more text is needed.
 
     Args:
         text: The text.
-        at: The place behind </function>.
-        ended: Whether no more will come.
+        at: The position after </function>.
+        ended: Whether the text is complete.
     """
     rest = text[at : at + 64].lstrip() or text[at:].lstrip()
     following = ("</tool_call>", "<tool_call>", TAGS)
@@ -140,7 +140,7 @@ def overlap(text: str, markers: tuple[str, ...]) -> int:
 
 
 def _form(text: str, opener: str) -> tuple[str, str]:
-    """Return the form of a call, "" if nothing but white space has come, and its text in that form."""
+    """Return the form of a call ("" if there is only white space so far) and its text in that form."""
     if opener == KIMI:
         return "kimi", text
     if opener == TAGS:
@@ -182,7 +182,7 @@ def _read_json(body: str) -> Called | None:
 
 
 def _members(body: str) -> Iterator[tuple[str, int, int | None]]:
-    """Yield the keys of a JSON object, and where their values begin and end; None for a value that is cut."""
+    """Yield the keys of a JSON object, and where their values begin and end; None for a truncated value."""
     at = len(body) - len(body.lstrip())
     while (quote := _KEY.match(body, at)) is not None:
         try:
@@ -202,7 +202,7 @@ def _members(body: str) -> Iterator[tuple[str, int, int | None]]:
 
 
 def _parsed(text: str) -> Any:
-    """Return the value of JSON; None for anything else, such as NaN and halves of characters."""
+    """Return the value of JSON; None for anything else, such as NaN and lone surrogates."""
     from pydantic_core import from_json
 
     try:
@@ -214,7 +214,7 @@ def _parsed(text: str) -> Any:
 
 
 def _object(text: str) -> str | None:
-    """Return the text of a JSON object, or None if it is none."""
+    """Return the text of a JSON object, or None if it is something else."""
     return text.strip() if isinstance(_parsed(text), dict) else None
 
 
@@ -248,8 +248,8 @@ class _Tags:
 def _scan(body: str) -> _Tags:
     """Divide a call into its parameters.
 
-    A value ends at </parameter> only if another parameter or the end of the call follows, as values may contain the
-    word themselves. A parameter that comes twice, and text between parameters, make the call wrong.
+    A value ends at </parameter> only if another parameter or the end of the call follows, because values may contain
+    this tag themselves. A repeated parameter, and text between parameters, make the call wrong.
     """
     begun = _FUNCTION.match(body)
     if begun is None:
@@ -280,7 +280,7 @@ def _scan(body: str) -> _Tags:
 
 
 def _value_end(body: str, start: int) -> tuple[int | None, int]:
-    """Return where a value ends, None if it does not, and where the next tag begins."""
+    """Return the end of a value (None if it has none) and the beginning of the next tag."""
     at = start
     while (end := body.find(_PARAMETER_END, at)) >= 0:
         at = end + len(_PARAMETER_END)
@@ -306,7 +306,7 @@ def _quoted(text: str) -> str:
 
 
 def _value(text: str, schema: Any) -> str:
-    """Return a value as JSON: what its schema says is a string stays text, as does what cannot be read as JSON."""
+    """Return a value as JSON: a string according to the schema, or text that is not JSON, stays text."""
     types = _types(schema)
     if types == {"string"}:
         return _quoted(text)
@@ -314,7 +314,7 @@ def _value(text: str, schema: Any) -> str:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return _quoted(text)
-    if _object(f'{{"value": {text}}}') is None:  # Python reads more than JSON: NaN, 1e999, halves of characters
+    if _object(f'{{"value": {text}}}') is None:  # Python accepts more than JSON: NaN, 1e999, lone surrogates
         return _quoted(text)
     kind = "null" if value is None else _TYPES[type(value)]
     is_string = "string" in types and kind not in types and not (kind == "integer" and "number" in types)
@@ -322,7 +322,7 @@ def _value(text: str, schema: Any) -> str:
 
 
 def _types(schema: Any) -> set[str]:
-    """Return the types that a schema names; none if it does not say."""
+    """Return the types that a schema names; empty if it names none."""
     if not isinstance(schema, dict):
         return set()
     named = schema.get("type")

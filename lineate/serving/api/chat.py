@@ -43,7 +43,7 @@ class _Answer(Answering):
         self._parsers = [AnswerParser(call.tools, reasoning, trim) for _ in range(call.wanted.n)]
 
     def _parts(self, piece: Piece) -> tuple[list[Said | Called], str | None]:
-        """Return what a piece says, and why the choice ends, if it does."""
+        """Return the contents of a piece, and why the choice ends, if it does."""
         parser = self._parsers[piece.choice]
         parts, finish = parser.push(piece.text), piece.finish
         if finish is not None:
@@ -73,7 +73,7 @@ class _Answer(Answering):
         return {**self._head, "choices": listed, "usage": self._running.counts.usage(), "lineate": self._own()}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any] | None]:
-        """Yield chunks as text arrives; a call comes as soon as it is complete."""
+        """Yield chunks as text arrives; a call is yielded when it is complete."""
         usage: dict[str, Any] = {"usage": None} if self._call.wanted.usage_chunk else {}
         called = [0] * len(self._parsers)
         for n in range(len(self._parsers)):
@@ -104,7 +104,7 @@ class _Answer(Answering):
 
 
 class _Message:
-    """The message of one choice, put together."""
+    """The message of one choice, assembled from pieces."""
 
     def __init__(self) -> None:
         self._texts: dict[bool, str] = {False: "", True: ""}
@@ -113,7 +113,7 @@ class _Message:
         self._finish: str | None = None
 
     def add(self, parts: list[Said | Called], logprobs: list[dict[str, Any]] | None, finish: str | None) -> None:
-        """Take a piece into account."""
+        """Add a piece."""
         for part in parts:
             if isinstance(part, Called):
                 function = {"name": part.name, "arguments": part.arguments}

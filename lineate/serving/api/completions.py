@@ -50,10 +50,10 @@ def _check_echo(call: CompletionCall, prompts: Sequence[Prompt], most: int) -> N
 
 
 class _Begin:
-    """The beginning that all choices of a prompt share, as JSON that is made once.
+    """The beginning that all choices of a prompt share, as JSON that is written once.
 
     Args:
-        tokenizer: Says what tokens look like.
+        tokenizer: Provides the texts of tokens.
         ids: The tokens of the prompt.
         echo: The text that choices begin with.
     """
@@ -71,7 +71,7 @@ class _Begin:
         return self._text
 
     def lists(self, prompt: Sequence[TokenLogprob] | None) -> dict[str, str]:
-        """Return the items of the prompt's lists as JSON; none while no choice has brought its log-probabilities."""
+        """Return the items of the prompt's lists as JSON; none until a choice has its log-probabilities."""
         if self._lists is None and prompt is not None:
             lists = TextLogprobs(self._tokenizer).prompt_lists(self.ids, prompt)
             self._lists = {name: dump_items(values) for name, values in lists.items()}

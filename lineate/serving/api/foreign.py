@@ -1,8 +1,8 @@
-"""Fields of other servers: those that are accepted without effect, and those without which an answer would be wrong.
+"""Fields of other servers: those accepted without effect, and those refused because the answer depends on them.
 
 Clients of vLLM, llama.cpp and Ollama send fields that OpenAI's API lacks. Those in the tables below are ignored; the
-header `X-Lineate-Ignored` of the answer and a line in the log name them. A field that says what an answer must be, or
-what it is made from, is refused unless its value asks for nothing. Fields of no server are errors, as they are typos.
+header `X-Lineate-Ignored` of the answer and a line in the log name them. A field that changes the answer or its input
+is refused unless its value is neutral. Unknown fields are errors, because they are typos.
 """
 
 import logging
@@ -20,7 +20,7 @@ OPENAI = (
     "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier",
     "store", "user", "verbosity",
 )  # fmt: skip
-"""Fields of OpenAI's that change nothing here: bookkeeping of an account, and hints about speed and style."""
+"""Fields of OpenAI's API without effect here: bookkeeping of an account, and hints about speed and style."""
 VLLM = (
     "cache_salt", "detokenize", "early_stopping", "include_reasoning", "kv_transfer_params", "length_penalty",
     "mm_processor_kwargs", "priority", "repetition_detection", "request_id", "return_token_ids",
@@ -71,17 +71,17 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "add_generation_prompt": ("an answer always begins a new message", (True,)),
     "continue_final_message": ("an answer always begins a new message", (False,)),
 }
-"""Why a field is refused or what to use instead, and the values that are as good as none."""
+"""The reason for refusing a field or its replacement, and the neutral values."""
 OF_MESSAGES = frozenset(
     ("annotations", "cache_control", "id", "model", "parsed", "phase", "reasoning_details", "weight")
 )
-"""Parts of messages that say nothing to the model."""
+"""Parts of messages that the model does not see."""
 
 
 def accept_foreign(fields: Fields) -> tuple[str, ...]:
     """Accept the fields of a body that other servers know; return those that would have had an effect there.
 
-    Raises ApiError for a field without which the answer would not be what was asked for.
+    Raises ApiError for a field that would change the answer.
 
     Args:
         fields: The body, after all fields of this server were read.
@@ -103,11 +103,11 @@ def accept_foreign(fields: Fields) -> tuple[str, ...]:
 
 
 told: set[str] = set()
-"""Fields that a warning has named; at most those of IGNORED."""
+"""Fields that a warning has already named; a subset of IGNORED."""
 
 
 def _tell(ignored: tuple[str, ...]) -> None:
-    """Log which fields are ignored: as a warning those that come for the first time, the others for debugging."""
+    """Log the ignored fields: as a warning at their first occurrence, later for debugging."""
     new = [name for name in ignored if name not in told]
     told.update(new)
     old = [name for name in ignored if name not in new]

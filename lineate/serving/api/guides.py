@@ -1,4 +1,4 @@
-"""Grammars that constrain what is generated: JSON, JSON of a schema, calls of tools.
+"""Grammars that constrain the generated text: JSON, JSON of a schema, tool calls.
 
 llguidance says for each step which tokens the grammar allows; the engine chooses among those.
 """
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 NOT_FOLLOWED = "the grammar cannot be followed"
-"""How the message of a guide begins that fails while tokens are generated."""
+"""The beginning of the message of a guide that fails while tokens are generated."""
 KEPT = 64
 """Compiled grammars that are kept."""
 MOST_OPTIONAL = 500
 """Optional properties of one object: llguidance can follow no more, and compiling takes the square of their number."""
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n]{0,16}"}
-"""White space between the parts of JSON is bounded, so that a model cannot write nothing else for ever."""
+"""White space between the parts of JSON is bounded, so that a model cannot write white space for ever."""
 
 
 class TextTokens(Protocol):
-    """What a guide must know of a tokenizer."""
+    """The part of a tokenizer's interface that a guide needs."""
 
     vocab_size: int
 
@@ -43,7 +43,7 @@ class TextTokens(Protocol):
 
 
 class Guide:
-    """Which tokens a grammar allows next; the engine advances it by each token that is generated.
+    """A state of a grammar: the tokens allowed next; the engine advances it by each generated token.
 
     Args:
         matcher: The grammar and how far it has been followed.
@@ -54,7 +54,7 @@ class Guide:
         self._matcher, self.grammar = matcher, grammar
 
     def allowed(self, vocab: int) -> Tensor:
-        """Return which tokens may come next, `vocab` bool; the tokenizer's end tokens only where the grammar may end.
+        """Return a mask of the allowed next tokens, `vocab` bool, with end tokens only where the grammar may end.
 
         Args:
             vocab: The size of the model's vocabulary, at least the tokenizer's; tokens beyond that are not allowed.
@@ -72,13 +72,13 @@ class Guide:
         """Take back the last tokens.
 
         Args:
-            tokens: How many.
+            tokens: Their number.
         """
         self._matcher.rollback(tokens)
         self._check()
 
     def copy(self) -> "Guide":
-        """Return a guide at the same place that advances on its own."""
+        """Return an independent copy of the guide in the same state."""
         return Guide(self._matcher.deep_copy(), self.grammar)
 
     @property
@@ -107,7 +107,7 @@ class Grammars:
         self._lock = Lock()
 
     def json(self, wanted: JsonFormat) -> str:
-        """Return the grammar of what `response_format` asks for."""
+        """Return the grammar of a `response_format`."""
         from llguidance import LLMatcher
 
         schema = {"type": "object"} if wanted.schema is None else wanted.schema
@@ -128,7 +128,7 @@ class Grammars:
             raise invalid(param, f"{param} must have at most {self._most_bytes} bytes, got {len(text)}")
 
     def has(self, grammar: str) -> bool:
-        """Whether a grammar was compiled lately, so that its guide is there at once."""
+        """Whether a grammar is in the cache, so that its guide is available at once."""
         with self._lock:
             return grammar in self._kept
 
@@ -157,7 +157,7 @@ class Grammars:
                 self._made = _make(self._tokenizer)
         matcher = LLMatcher(self._made, grammar, log_level=0, limits=_limits())
         if not matcher.is_error():
-            matcher.compute_logit_bias()  # some grammars turn out to be impossible, or too large, only here
+            matcher.compute_logit_bias()  # some impossible or too large grammars are only detected here
         if matcher.is_error():
             message = f"{param} must be a JSON schema that can be followed: {_reason(matcher)}"
             raise invalid(param, message, "invalid_schema")
@@ -227,5 +227,5 @@ class _Encoder:
 
     def __call__(self, text: bytes | str) -> list[int]:
         if isinstance(text, bytes):
-            raise TypeError("text must be a string")  # the wrapper asks once whether bytes can be given
+            raise TypeError("text must be a string")  # the wrapper checks once whether bytes are accepted
         return self._tokenizer.encode(text)

@@ -11,13 +11,13 @@ from lineate.web.errors import queue_full
 LONG_BYTES = 16 * 2**10
 """Bytes of a body above which it is prepared in the lane of long ones."""
 WAITING = 128
-"""Requests that may wait for a lane in which one takes long; more get 429."""
+"""The queue length of a slow lane; further requests get 429."""
 SHORT_ENTRIES = 512
 """Log-probabilities of an answer above which it is written in the lane of long answers."""
 REST, LONGEST_REST = 2.0, 0.25
-"""How long the lane of long bodies rests before the next one, as a multiple of what the last one took, and at most, in
+"""The pause of the lane of long bodies before the next one, as a multiple of the time of the last one, and its limit in
 seconds. Reading JSON and rendering a template hold the interpreter's lock, which the engine and all other requests
-need: so they have it for most of the time, however many long bodies there are."""
+need: the pause gives it to them for most of the time, whatever the number of long bodies."""
 
 Made = TypeVar("Made")
 
@@ -46,10 +46,10 @@ class Lanes:
         self._rests_until = float("-inf")
 
     async def prepare(self, made: Callable[[], Made], size: int) -> Made:
-        """Run what reads a body, or the text in it; raise ApiError if too many long ones wait.
+        """Run a function that reads a body or the text in it; raise ApiError if too many long ones wait.
 
         Args:
-            made: What is to be run.
+            made: The function.
             size: The bytes of the body.
         """
         if size <= LONG_BYTES:
@@ -57,18 +57,18 @@ class Lanes:
         return await self._queued(self._long, lambda: self._rested(made))
 
     async def compile(self, made: Callable[[], Made]) -> Made:
-        """Run what compiles a grammar; raise ApiError if too many wait.
+        """Run a function that compiles a grammar; raise ApiError if too many wait.
 
         Args:
-            made: What is to be run.
+            made: The function.
         """
         return await self._queued(self._grammars, made)
 
     async def write(self, made: Callable[[], Made], entries: int) -> Made:
-        """Run what writes an answer; any number may wait, as their tokens have been generated.
+        """Run a function that writes an answer; any number may wait, because their tokens have been generated.
 
         Args:
-            made: What is to be run.
+            made: The function.
             entries: The log-probabilities that it lists.
         """
         lane = self._short if entries <= SHORT_ENTRIES else self._answers
@@ -89,7 +89,7 @@ class Lanes:
             self._counts[lane] -= 1
 
     def _rested(self, made: Callable[[], Made]) -> Made:
-        """Run one after a rest; its answer does not wait for the next rest."""
+        """Run one after a pause; its answer does not wait for the next pause."""
         rest = self._rests_until - self._clock()
         if rest > 0:
             self._sleep(rest)

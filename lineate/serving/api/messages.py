@@ -1,4 +1,4 @@
-"""The messages and tools of a chat, checked, and in the form that templates read."""
+"""Checks the messages and tools of a chat and converts them to the form that templates read."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def _message(message: Fields, called: set[str], limits: Limits) -> dict[str, Any
         result["name"] = name
     if role == "assistant":
         message.text("refusal")
-        for key in ("reasoning_content", "reasoning", "thinking"):  # names of the reasoning that clients send back
+        for key in ("reasoning_content", "reasoning", "thinking"):  # field names of reasoning that clients send back
             if (text := message.text(key)) is not None:
                 result["reasoning_content"] = text
         given = message.objects("tool_calls", limits.tools)
@@ -112,7 +112,7 @@ def _call(call: Fields, called: set[str]) -> dict[str, Any] | str:
 
 
 def read_tools(fields: Fields, limits: Limits) -> tuple[dict[str, Any], ...]:
-    """Read the functions that the model may call, with their schemas as they were given."""
+    """Read the functions that the model may call, with the given schemas."""
     tools = fields.objects("tools", limits.tools)
     names: set[str] = set()
     for tool in tools or ():

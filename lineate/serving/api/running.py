@@ -1,4 +1,4 @@
-"""From the engine's events to pieces of text: characters that are complete, stop strings, log-probabilities."""
+"""Converts the engine's events to pieces of text: complete characters, stop strings, log-probabilities."""
 
 import asyncio
 import logging
@@ -19,25 +19,25 @@ LOG = logging.getLogger("lineate.serving")
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks; OpenAI's number."""
 EARLIER = 0.001
-"""Seconds by which the time of later parts of a request ends earlier, so that none of them begins after the first."""
+"""Seconds by which later parts of a request time out earlier, so that none begins after the first has ended."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one choice has gained."""
+    """New output of one choice."""
 
     choice: int
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt: tuple[TokenLogprob, ...] | None = None
-    """The log-probabilities of the prompt's tokens after the first, in the first piece, if they were asked for."""
+    """The log-probabilities of the prompt's tokens after the first, in the first piece, if they were requested."""
     finish: str | None = None
     """ "stop", "length" or "shutdown", if the choice has ended."""
 
 
 @dataclass
 class Counts:
-    """What all choices of a request took."""
+    """The tokens and times of all choices of a request."""
 
     prompt: int = 0
     cached: int = 0
@@ -46,10 +46,10 @@ class Counts:
     """Tokens of the longest choice, its prompt included."""
     began: float = field(default_factory=time.monotonic)
     first: float | None = None
-    """When the first token came."""
+    """The time of the first token."""
     last: float | None = None
     stopped_by: str | None = None
-    """ "time" or "shutdown", if that ended a choice early."""
+    """ "time" or "shutdown", if one of these ended a choice early."""
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""
@@ -61,7 +61,7 @@ class Counts:
         }
 
     def own(self, state_bytes: list[int]) -> dict[str, Any]:
-        """Return what lineate adds to it."""
+        """Return the fields that lineate adds to it."""
         last = self.last or self.began
         first = self.first or last
         seconds = last - first
@@ -109,7 +109,7 @@ class Running:
     """The requests of one body in the engine; choice i of prompt p is number p * n + i.
 
     Args:
-        service: The model that is served.
+        service: The served model.
         requests: One request for each prompt, all with the same n. If that is above the engine's slots, the choices
             beyond wait as requests of their own, which read the prompt again unless its state is kept.
         stops: Strings that end a choice.
@@ -131,11 +131,11 @@ class Running:
         self._loop = asyncio.get_running_loop()
         self.counts = Counts(prompt=sum(len(x.ids) for x in requests))
         self._handles: list[Handle] = []
-        self._cut: list[tuple[int, str]] = []  # choices that ended without a token, and as what
+        self._cut: list[tuple[int, str]] = []  # choices that ended without a token, and the reason
         try:
             began = time.monotonic()
             for n, (_, request) in enumerate(parts):
-                if n and request.timeout is not None:  # no part may begin when the time of the first one is over
+                if n and request.timeout is not None:  # no part may begin after the time limit of the first one
                     left = request.timeout - (time.monotonic() - began) - EARLIER
                     request = replace(request, timeout=max(left, EARLIER))
                 self._handles.append(service.submit(request, self._listener(n), param))
@@ -149,7 +149,7 @@ class Running:
         return sum(not choice.done for choice in self._choices)
 
     def close(self) -> None:
-        """Cancel what still runs; the engine frees its slots before the next step."""
+        """Cancel the choices that still run; the engine frees their slots before the next step."""
         for (first, request), handle in zip(self._parts, self._handles, strict=False):
             if not all(choice.done for choice in self._choices[first : first + request.n]):
                 handle.cancel()
@@ -163,10 +163,10 @@ class Running:
             self._handles[part].stop(choice - self._parts[part][0])
 
     async def pieces(self, heartbeat: float | None = None) -> AsyncIterator[Piece | None]:
-        """Yield pieces until all choices have ended; None after so many seconds of silence.
+        """Yield pieces until all choices have ended; None after a number of seconds without output.
 
-        Choices that the time limit or a shutdown ended before their first token come last, with an empty text. If there
-        are no others, ApiError is raised.
+        Choices that ended before their first token, by the time limit or a shutdown, come last with an empty text.
+        ApiError is raised if there are no others.
         """
         while self.unfinished:
             try:
@@ -185,7 +185,7 @@ class Running:
             yield Piece(number, finish=self._reason(finish))
 
     def _reason(self, finish: str) -> str:
-        """Note why a choice was ended early, and return what clients read as its finish_reason."""
+        """Record why a choice was ended early, and return its finish_reason for clients."""
         if finish == "shutdown":
             self.counts.stopped_by = "shutdown"
             return "shutdown"
@@ -225,7 +225,7 @@ class Running:
         return Piece(number, shown, event.logprobs[:counted], event.prompt, finish)
 
     def _finish_counts(self) -> None:
-        """Sum what the choices took; the prompt of several choices is read once."""
+        """Sum the usage of the choices; the prompt of several choices counts once."""
         counts = self.counts
         counts.completion = sum(choice.tokens for choice in self._choices)
         counts.cached = sum(choice.cached or 0 for choice in self._choices[:: self.n])
@@ -236,19 +236,19 @@ class Running:
         )
 
     def _listener(self, n: int) -> Any:
-        """Return a function that brings events from the engine's thread into this loop."""
+        """Return a function that passes events from the engine's thread to this event loop."""
 
         def bring(event: Event) -> None:
             try:
                 self._loop.call_soon_threadsafe(self._events.put_nowait, (n, event))
-            except RuntimeError:  # the loop has ended: nobody waits for the event
+            except RuntimeError:  # the loop has ended: no task waits for the event
                 LOG.debug("an event came after the server had ended")
 
         return bring
 
 
 def _parts(request: Request, number: int, slots: int) -> list[tuple[int, Request]]:
-    """Divide prompt `number` into requests that the engine can run; return the first choice of each, and it."""
+    """Divide prompt `number` into requests that the engine can run; return each with its first choice."""
     found = []
     for first in range(0, request.n, slots):
         seed = (request.sampling.seed + first) % 2**64
@@ -292,10 +292,10 @@ def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
 
 
 class TextLogprobs:
-    """Lists log-probabilities as /v1/completions does, with the place of each token in the text.
+    """Lists log-probabilities as /v1/completions does, with the offset of each token in the text.
 
     Args:
-        tokenizer: Says what tokens look like.
+        tokenizer: Provides the texts of tokens.
         prompt: The tokens of the prompt that the text continues; none if the text begins with the prompt's own tokens.
         start: Characters of the text before the first new token.
     """
@@ -324,7 +324,7 @@ class TextLogprobs:
         lists["token_logprobs"].append(None if x is None else max(x.logprob, LEAST_LOGPROB))
         top: dict[str, float] = {}
         for i, logprob in () if x is None else x.top:
-            top.setdefault(self._name(i), max(logprob, LEAST_LOGPROB))  # of tokens that look the same, the likeliest
+            top.setdefault(self._name(i), max(logprob, LEAST_LOGPROB))  # of tokens with the same text, the likeliest
         lists["top_logprobs"].append(None if x is None else top)
         lists["text_offset"].append(offset)
 

@@ -1,4 +1,4 @@
-"""What the bodies of requests may say, as frozen values; every range is checked here, before anything is computed."""
+"""The bodies of requests as frozen values; every range is checked here, before anything is computed."""
 
 import json
 import secrets
@@ -15,32 +15,32 @@ from lineate.web.limits import Limits
 MOST_TOP_LOGPROBS = 20
 MOST_TOP_LOGPROBS_OF_COMPLETIONS = 5
 DEFAULT_COMPLETION_TOKENS = 16
-"""Tokens that /v1/completions generates if the request does not say; OpenAI's number."""
+"""The default number of tokens of /v1/completions, which is OpenAI's."""
 MOST_TEMPLATE_VALUES = 1000
-"""Values in chat_template_kwargs, those within lists and objects included."""
+"""Values in chat_template_kwargs, including those within lists and objects."""
 MOST_TEMPLATE_BYTES = 64 * 2**10
 """Bytes of chat_template_kwargs as JSON."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """What the reading of a body must know of the server."""
+    """The settings of the server that the reading of a body needs."""
 
     model: str
-    """The name of the model that is served."""
+    """The name of the served model."""
     vocab_size: int
-    """Ids of tokens are below this."""
+    """The upper bound (exclusive) of token ids."""
     most_prompt: int
     """Tokens of a prompt."""
     limits: Limits = field(default_factory=Limits)
-    """What a request may ask for."""
+    """The limits of a request."""
     sampling: Sampling = field(default_factory=Sampling)
-    """The options that a request need not name."""
+    """The default options of a request."""
 
 
 @dataclass(frozen=True)
 class JsonFormat:
-    """What `response_format` asks for: any JSON object, or JSON that a schema describes."""
+    """A `response_format`: any JSON object, or JSON that a schema describes."""
 
     schema: dict[str, Any] | None = None
     """The schema; None for any object."""
@@ -50,32 +50,32 @@ class JsonFormat:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What requests of both endpoints say."""
+    """The fields that both endpoints share."""
 
     sampling: Sampling
     """How tokens are chosen; the seed is the given one, or a random one."""
     max_new_tokens: int | None
-    """The most tokens of a choice; None for the default of chats, or as many as there is room for in completions."""
+    """The most tokens of a choice; None: the default of chats, or all that fit in completions."""
     length_param: str
-    """The field that said so."""
+    """The field that set it."""
     stops: tuple[str, ...]
     """Strings that end the text, which does not contain them."""
     stop_tokens: tuple[int, ...]
-    """Tokens that end the text, beside those of the tokenizer."""
+    """Tokens that end the text, besides those of the tokenizer."""
     ignore_end: bool
     """Whether the tokenizer's end tokens do not end the text."""
     n: int
     """Choices of one prompt."""
     logprobs: int | None
-    """How many of the likeliest tokens are listed beside each token; None for no log-probabilities at all."""
+    """How many of the likeliest tokens are listed with each token; None: no log-probabilities."""
     echo: bool
     """Whether the text begins with the prompt, whose tokens then have log-probabilities, too."""
     stream: bool
-    """Whether the answer comes as server-sent events."""
+    """Whether the answer is sent as server-sent events."""
     usage_chunk: bool
     """Whether a stream ends with a chunk that counts tokens."""
     format: JsonFormat | None
-    """What the text must be."""
+    """The required format of the text."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class CompletionCall:
     prompts: tuple[str | tuple[int, ...], ...]
     """Texts, or ids of tokens."""
     starts: bool = True
-    """Whether the ids of a text begin with those that come before a plain prompt."""
+    """Whether the ids of a text begin with the tokenizer's start tokens."""
     ignored: tuple[str, ...] = ()
     """Fields of other servers that had no effect."""
 
@@ -97,15 +97,15 @@ class ChatCall:
 
     wanted: Wanted
     messages: tuple[dict[str, Any], ...]
-    """The messages as a template reads them."""
+    """The messages in the form of chat templates."""
     tools: tuple[dict[str, Any], ...]
-    """Functions that the model may call; empty if it may call none."""
+    """Functions that the model may call; empty: none."""
     tool_choice: str
     """ "auto", "required" (some tool), or the only name that must be called."""
     named: bool
     """Whether tool_choice is a name."""
     parallel: bool
-    """Whether one answer may call several times."""
+    """Whether one answer may have several calls."""
     options: dict[str, Any]
     """Variables for the template, such as enable_thinking."""
     ignored: tuple[str, ...] = ()
@@ -150,9 +150,7 @@ def read_chat(fields: Fields, server: Server) -> ChatCall:
         fields, server, _most_tokens(fields, ("max_completion_tokens", "max_tokens", "n_predict"), limits), logprobs
     )
     if wanted.format is not None and choice not in ("none", "auto"):
-        raise invalid(
-            "tool_choice", "tool_choice must be 'auto' or 'none' beside response_format, as both constrain it"
-        )
+        raise invalid("tool_choice", "tool_choice must be 'auto' or 'none' with response_format, as both constrain it")
     options = _template_options(fields)
     modalities = fields.take("modalities")
     if modalities not in (None, ["text"]):
@@ -168,7 +166,7 @@ def read_chat(fields: Fields, server: Server) -> ChatCall:
 def _wanted(
     fields: Fields, server: Server, most: tuple[int, str] | None, logprobs: int | None, echo: bool = False
 ) -> Wanted:
-    """Read what both endpoints share."""
+    """Read the fields that both endpoints share."""
     check_model(fields, server)
     stream = fields.flag("stream")
     options = fields.child("stream_options")
@@ -196,7 +194,7 @@ def _wanted(
 
 
 def check_model(fields: Fields, server: Server) -> None:
-    """Raise ApiError if the body names another model; without a name it means the one that is served."""
+    """Raise ApiError if the body names another model; without a name it means the served one."""
     name = fields.text("model")
     if name is not None and name != server.model:
         message = f"model must be {server.model!r}, the one that is served here, got {shown(name)}"
@@ -209,7 +207,7 @@ def _sampling(fields: Fields, server: Server) -> Sampling:
     return Sampling(
         temperature=fields.number("temperature", own.temperature, 0, 2),
         top_p=max(fields.number("top_p", own.top_p, 0, 1), 1e-6),  # 0 is the likeliest token alone
-        top_k=own.top_k if top_k is None else max(top_k, 0),  # -1 is all tokens, as for other servers
+        top_k=own.top_k if top_k is None else max(top_k, 0),  # -1 means all tokens, as in other servers
         min_p=fields.number("min_p", own.min_p, 0, 1),
         repetition_penalty=fields.number("repetition_penalty", own.repetition_penalty, 0.01, 100),
         presence_penalty=fields.number("presence_penalty", own.presence_penalty, -2, 2),
@@ -235,7 +233,7 @@ def _biases(fields: Fields, server: Server) -> tuple[tuple[int, float], ...]:
 
 def _most_tokens(fields: Fields, names: tuple[str, ...], limits: Limits, least: int = 1) -> tuple[int, str] | None:
     """Return the most tokens to generate and the field that says so; the first of the names wins."""
-    if fields.value.get("n_predict") == -1:  # llama.cpp's word for as many as there is room for
+    if fields.value.get("n_predict") == -1:  # llama.cpp's value for as many as fit
         fields.ignore("n_predict")
         names = tuple(name for name in names if name != "n_predict")
     found = [(value, name) for name in names if (value := fields.whole(name, least, 2**31 - 1)) is not None]
@@ -350,7 +348,7 @@ def _tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> tuple[str
 
 
 def _check_size(options: dict[str, Any]) -> None:
-    """Refuse variables that a template would take long to go through."""
+    """Refuse variables that would take a template long to process."""
     param, count, level = "chat_template_kwargs", 0, [options]
     while level:
         value: Any = level.pop()
@@ -364,7 +362,7 @@ def _check_size(options: dict[str, Any]) -> None:
 
 
 def _template_options(fields: Fields) -> dict[str, Any]:
-    """Return variables for the template; those that every template gets cannot be replaced."""
+    """Return variables for the template; the standard variables of templates cannot be replaced."""
     given = fields.child("chat_template_kwargs")
     options = {} if given is None else dict(given.value)
     _check_size(options)

@@ -1,4 +1,4 @@
-"""What the endpoints share: the engine, the tokenizer, the template, the limits; and prompts as ids."""
+"""The part that the endpoints share: engine, tokenizer, template, limits, and the encoding of prompts."""
 
 import json
 import math
@@ -26,7 +26,7 @@ Made = TypeVar("Made")
 
 
 class Engine(Protocol):
-    """What the server needs of an engine."""
+    """The part of an engine's interface that the server needs."""
 
     @property
     def slots(self) -> int: ...
@@ -41,7 +41,7 @@ class Engine(Protocol):
     def cache(self) -> Any: ...
 
     def stop(self, drain: bool = True, timeout: float | None = None) -> None:
-        """End what runs."""
+        """End all requests."""
         ...
 
     def submit(self, request: Request, listener: Callable[[Event], None] | None = None) -> Handle:
@@ -51,27 +51,27 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Description:
-    """What clients may know of the model."""
+    """The public description of the model."""
 
     name: str
     """The name that requests use."""
     context: int
     """The most tokens of a prompt and its continuation."""
     slots: int
-    """The most choices that are generated together."""
+    """The most concurrent choices."""
     created: int
     """When the server started, in seconds since 1970."""
     fingerprint: str
-    """Changes when the model, its tokenizer or lineate does."""
+    """A fingerprint of the model, its tokenizer and lineate's version."""
     layers: tuple[dict[str, Any], ...] = ()
     """For each layer its kind, its label, and the bytes of its state: `fixed`, and `per_token`."""
     details: tuple[tuple[str, Any], ...] = ()
     """More facts for /lineate/info."""
     sampling: Sampling = field(default_factory=Sampling)
-    """How tokens are drawn where a request does not say it."""
+    """The default sampling options of requests."""
 
     def state_bytes(self, tokens: int) -> list[int]:
-        """Return the bytes of each layer's state after so many tokens."""
+        """Return the bytes of each layer's state after a number of tokens."""
         return [layer["fixed"] + tokens * layer["per_token"] for layer in self.layers]
 
 
@@ -82,19 +82,19 @@ class Prompt:
     ids: tuple[int, ...]
     guide: Guide | None = None
     reasoning: str = ""
-    """ "open", "maybe" or "", as AnswerParser takes it."""
+    """ "open", "maybe" or ""; see AnswerParser."""
     grammar: tuple[str, str] | None = None
-    """The grammar that the answer must follow, and the field that names it; `guided` makes the guide of it."""
+    """The grammar of the answer, and the field that names it; `guided` makes the guide."""
 
 
 class Service:
-    """The model that is served, and how bodies become requests of its engine.
+    """The served model, and the conversion of bodies to requests of its engine.
 
     Args:
         engine: Generates tokens.
         tokenizer: The model's tokenizer.
-        description: What clients may know.
-        limits: What requests may ask for.
+        description: The public description of the model.
+        limits: The limits of requests.
         metrics: Counts.
     """
 
@@ -103,7 +103,7 @@ class Service:
     ) -> None:
         self.engine, self.tokenizer, self.description = engine, tokenizer, description
         self.limits, self.metrics = limits, metrics
-        most = description.context - 1  # there must be room for one more token
+        most = description.context - 1  # leave room for one more token
         most = most if limits.prompt_tokens is None else min(most, limits.prompt_tokens)
         self.server = Server(description.name, tokenizer.vocab_size, most, limits, description.sampling)
         self.chat_stops = DEFAULT_STOPS if tokenizer.chat is None else ()
@@ -118,7 +118,7 @@ class Service:
         self._lanes.close()
 
     async def prepare(self, body: bytes, made: Callable[[Fields], Made], ids: int = 0) -> Made:
-        """Read a body, and run what makes a prompt of it, in a thread; long ones do not delay short ones.
+        """Read a body and make a prompt of it in a thread; long bodies do not delay short ones.
 
         Args:
             body: The body.
@@ -133,11 +133,11 @@ class Service:
         return await self._lanes.prepare(prepared, len(body))
 
     async def write(self, made: Callable[[], Made], entries: int) -> Made:
-        """Write an answer that lists this many log-probabilities, in a thread; long ones do not delay short ones."""
+        """Write an answer with a given number of log-probabilities in a thread; long ones do not delay short ones."""
         return await self._lanes.write(made, entries)
 
     async def guided(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return prompts with guides for their grammars, which are compiled in a thread of their own."""
+        """Return prompts with guides for their grammars, which are compiled in a separate thread."""
         wanted = [prompt.grammar for prompt in prompts if prompt.grammar is not None]
         if not wanted:
             return [*prompts]
@@ -149,12 +149,12 @@ class Service:
         return await (self._lanes.prepare(made, 0) if known else self._lanes.compile(made))
 
     def text_prompt(self, prompt: str | tuple[int, ...], wanted: Wanted, starts: bool = True) -> Prompt:
-        """Return the prompt of /v1/completions; ids are taken as they are.
+        """Return the prompt of /v1/completions; ids are used unchanged.
 
         Args:
             prompt: A text, or ids.
             wanted: The options of the body.
-            starts: Whether the tokenizer's ids that come before a plain prompt are put before a text.
+            starts: Whether the tokenizer's start tokens are put before a text.
         """
         if isinstance(prompt, str):
             start = self.tokenizer.start if starts else ()
@@ -167,7 +167,7 @@ class Service:
         return Prompt(prompt, grammar=self._format_grammar(wanted, ""))
 
     def chat_prompt(self, call: ChatCall) -> Prompt:
-        """Return the prompt of /v1/chat/completions; what must be JSON or a call gets a guide."""
+        """Return the prompt of /v1/chat/completions, with a guide if the answer must be JSON or a call."""
         try:
             ids = self.chat_ids(call.messages, call.tools, call.options, self.server.most_prompt)
         except TooManyTokens as error:
@@ -195,12 +195,12 @@ class Service:
             raise invalid("messages", message, "invalid_chat") from None
 
     def request(self, prompt: Prompt, wanted: Wanted, default: int | None, param: str) -> Request:
-        """Return what the engine is asked for.
+        """Return the request for the engine.
 
         Args:
             prompt: The prompt.
             wanted: The options of the body.
-            default: The most tokens if the body does not say; the context may have room for less.
+            default: The most tokens if the body does not name a limit; fewer if the context has less room.
             param: The field that an error about the length names.
         """
         room = self.description.context - len(prompt.ids)
@@ -225,7 +225,7 @@ class Service:
         )
 
     def submit(self, request: Request, listener: Callable[[Event], None], param: str) -> Handle:
-        """Give a request to the engine; raise ApiError if it takes none or not this one."""
+        """Submit a request to the engine; raise ApiError if the engine refuses it."""
         try:
             return self.engine.submit(request, listener)
         except QueueFull as error:
@@ -259,6 +259,6 @@ class Service:
 
 
 def with_seed(wanted: Wanted, shift: int) -> Wanted:
-    """Return the options for another prompt of the same request, whose draws are its own."""
+    """Return the options for another prompt of the same request, with a seed of its own."""
     seed = (wanted.sampling.seed + shift) % 2**64
     return replace(wanted, sampling=replace(wanted.sampling, seed=seed)) if shift else wanted

@@ -1,7 +1,8 @@
-"""Calls of tools and reasoning in a model's text: found while the text arrives, and forced by a grammar.
+"""Tool calls and reasoning in a model's text: parsed while the text arrives, and enforced by a grammar.
 
-calls.py has the forms of a call. What is no call stays text; what was cut within a call is one whose arguments end
-there. So every character of a text is said or called exactly once, except for markers and the white space around them.
+calls.py has the forms of a call. Text that is not a call stays text; a truncated call has arguments that end where the
+text does. So every character of a text is part of exactly one text or call, except for markers and the white space
+around them.
 """
 
 import json
@@ -15,10 +16,10 @@ from lineate.serving.api.guides import JSON_OPTIONS
 
 THINK, THOUGHT = "<think>", "</think>"
 MARKERS = (*ENDS, *ENDS.values(), calls.ARGUMENTS, *SECTION, THINK, THOUGHT)
-"""Texts that may be tokens of their own; a parser must see them even if a tokenizer does not show them."""
+"""Texts that may be special tokens; the parser needs them even if a tokenizer hides them."""
 
 FIRST_LOOK = 32
-"""Characters after an opener after which a text that cannot become a call is no longer held back."""
+"""Characters after an opener after which a text that cannot become a call is released."""
 MOST_REPEATS = 4096
 """The longest maxLength of a string that a grammar counts in Qwen3.5's form."""
 
@@ -34,7 +35,7 @@ class Said:
 class AnswerParser:
     """Divides a model's text, piece by piece, into reasoning, content and calls.
 
-    A call in reasoning counts if the reasoning is never closed; so text from there on is held back until it is known.
+    A call in reasoning counts if the reasoning is never closed, so text from there on is held back until this is known.
 
     Args:
         tools: The functions that may be called; without any, calls are text.
@@ -47,19 +48,19 @@ class AnswerParser:
         self._plain = not tools and not reasoning and not trim
         self._held = ""
         self._space = ""  # white space that is dropped if a call follows
-        self._fresh = trim  # whether white space that comes now is left out, as after a marker
+        self._fresh = trim  # whether the next white space is dropped, as after a marker
         self._thinking = reasoning == "open"
         self._may_think = reasoning == "maybe"
         self._opener = ""  # of the call that is being read
         self._seen = 0  # from where its end is searched
-        self._look = FIRST_LOOK  # how long it must be to be checked again
-        self._ready: tuple[Called, int] | None = None  # it, and where it ends, while reasoning may still go on
+        self._look = FIRST_LOOK  # its length at the next check
+        self._ready: tuple[Called, int] | None = None  # a call and its end, while reasoning may still continue
         self._left_open = False  # whether the last call had no opener, so that its </tool_call> is left
         self.calls = 0
         """How many calls were complete."""
 
     def push(self, text: str) -> list[Said | Called]:
-        """Return what is certain after more text."""
+        """Add text; return the pieces that are certain."""
         if self._plain:
             return [Said(text)] if text else []
         self._held += text
@@ -69,10 +70,10 @@ class AnswerParser:
         return parts
 
     def finish(self, cut: bool = False) -> list[Said | Called]:
-        """Return what is left when the text has ended; a call without its end counts if it can be read.
+        """Return the rest when the text has ended; a call without its end counts if it can be parsed.
 
         Args:
-            cut: Whether the model would have written more.
+            cut: Whether the text was truncated by a limit.
         """
         parts: list[Said | Called] = []
         while self._step(parts) or (self._opener and self._end_call(cut, parts)):
@@ -86,7 +87,7 @@ class AnswerParser:
         return parts
 
     def _step(self, parts: list[Said | Called]) -> bool:
-        """Take one marker and what stands before it from the held text; return whether there was one."""
+        """Consume one marker and the text before it; return whether there was one."""
         if self._thinking and self._opener:
             at = self._held.find(THOUGHT)
             if at >= 0:  # it was a thought
@@ -124,7 +125,7 @@ class AnswerParser:
         return (*begins, *ENDS, TAGS, *SECTION, *([ENDS["<tool_call>"]] if self._left_open else []))
 
     def _read_on(self, parts: list[Said | Called], ended: bool = False) -> bool:
-        """Take the call whose opener was met, or give it up; return whether either was possible."""
+        """Consume the call whose opener was found, or treat it as text; return whether either was possible."""
         end = CLOSED[self._opener]
         while self._ready is None and (at := self._held.find(end, self._seen)) >= 0:
             stop = at + len(end)
@@ -150,7 +151,7 @@ class AnswerParser:
         return False
 
     def _end_call(self, cut: bool, parts: list[Said | Called]) -> bool:
-        """Take the call that is being read when the text has ended, or give it up."""
+        """Consume the unfinished call at the end of the text, or treat it as text."""
         if self._read_on(parts, True):
             return True
         if self._ready is not None:
@@ -162,7 +163,7 @@ class AnswerParser:
         return self._take(call or calls.cut_call(self._held, self._opener), len(self._held), parts)
 
     def _take(self, call: Called | None, stop: int, parts: list[Said | Called]) -> bool:
-        """Take the call that ends here; None if nothing of it was written but its opener."""
+        """Return the call that ends here; None if only its opener was written."""
         if call is not None:
             parts.append(call)
             self.calls += not call.cut
@@ -172,7 +173,7 @@ class AnswerParser:
         return True
 
     def _refuse(self, parts: list[Said | Called]) -> bool:
-        """Say the opener, as what follows it is no call; the rest is read again."""
+        """Output the opener as text, because no call follows; the rest is parsed again."""
         opener, self._opener = self._opener, ""
         self._say(opener, parts)
         return True
@@ -233,7 +234,7 @@ def calls_grammar(
 
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a function's arguments; one that describes no property means that there is none."""
+    """Return the schema of a function's arguments; without described properties, the arguments are empty."""
     schema = function.get("parameters") or {}
     empty = set(schema) <= {"type", "properties", "required", "description", "title", "$schema"}
     if empty and schema.get("type", "object") == "object" and not schema.get("properties"):

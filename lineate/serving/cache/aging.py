@@ -1,6 +1,6 @@
-"""Which state is given up first: the one that is cheapest to make again for the bytes it takes, decayed by age.
+"""The eviction order: the state that is cheapest to recompute for its bytes goes first, weighted by age.
 
-    priority = age + cost / bytes        when a state is kept or used; cost: seconds to make it from its ancestor
+    priority = age + cost / bytes        when a state is kept or used; cost: seconds to recompute it from its ancestor
     evict the lowest; then age = its priority
 
 As `age` only grows, a state that is never used falls behind those that are kept or used later, an expensive or small
@@ -15,7 +15,7 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class Aging(Generic[Item]):
-    """Items in the order in which they are given up; of equal ones, the one that was used longest ago."""
+    """Items in their order of eviction; of equal ones, the least recently used first."""
 
     def __init__(self) -> None:
         self.age = 0.0
@@ -27,10 +27,10 @@ class Aging(Generic[Item]):
         return len(self._current)
 
     def use(self, item: Item, worth: float) -> None:
-        """Add an item, or note that it is used.
+        """Add an item, or record its use.
 
         Args:
-            item: what is kept.
+            item: the item.
             worth: cost per byte.
         """
         self._uses += 1
@@ -40,14 +40,14 @@ class Aging(Generic[Item]):
         """Change an item's cost per byte, without using it.
 
         Args:
-            item: what is kept.
-            more: what is added to its worth.
+            item: the item.
+            more: added to its worth.
         """
         priority, use = self._current[item]
         self._set(item, priority + more, use)
 
     def remove(self, item: Item) -> None:
-        """Forget an item."""
+        """Remove an item."""
         del self._current[item]
 
     def pop(self) -> Item:
@@ -60,12 +60,12 @@ class Aging(Generic[Item]):
                 return item
 
     def ordered(self) -> Iterator[Item]:
-        """Yield all items, the first to be given up first."""
+        """Yield all items in their order of eviction."""
         yield from sorted(self._current, key=self._current.__getitem__)
 
     def _set(self, item: Item, priority: float, use: int) -> None:
         self._current[item] = priority, use
         heapq.heappush(self._heap, (priority, use, item))
-        if len(self._heap) > 64 + 4 * len(self._current):  # drop what was replaced or removed
+        if len(self._heap) > 64 + 4 * len(self._current):  # drop replaced and removed entries
             self._heap = [(*key, kept) for kept, key in self._current.items()]
             heapq.heapify(self._heap)

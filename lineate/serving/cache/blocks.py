@@ -2,10 +2,10 @@
 
     chain of a state = block [0, a), block [a, b), ..., block [y, length)       each names the block before it
 
-States of prompts that begin alike share the blocks of their beginning. Invariants:
+States of prompts with the same beginning share the blocks of it. Invariants:
 
-- a block is held by the states that end with it and by the blocks that follow it; it is freed with its last holder,
-  and then lets go of the block before it;
+- a block is held by the states that end with it and by the blocks that follow it; it is freed with its last holder, and
+  then releases the block before it;
 - the entries of a chain are, bit for bit, those of every state that shares it. Two states of the same tokens may differ
   in bits (one was read, the other was written token by token), so a chain is compared before it is shared;
 - all tensors of the cache are made and freed by one `Tensors`, which knows their exact bytes.
@@ -41,14 +41,14 @@ class Tensors:
         return made
 
     def free(self, x: Tensor) -> None:
-        """Give a copy up; nobody may read it afterwards."""
+        """Free a copy, which must not be read afterwards."""
         self.bytes -= x.nbytes
         if self.poison:
             x.fill_(_nonsense(x.dtype))
 
 
 def _nonsense(dtype: torch.dtype) -> float | int | bool:
-    """Return a number that no state should have."""
+    """Return a number that no state should contain."""
     if dtype == torch.bool:
         return True
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
@@ -69,7 +69,7 @@ class Block:
         self.stop: int = self.start + next(self.tensors).shape[1]
         self.holders = 0
         self.file: str | None = None
-        """The name of its file, once that is known (spill.py)."""
+        """The name of its file, if it is known (spill.py)."""
         self.nbytes = sum(x.nbytes for x in self.tensors)
         self.chain_nbytes: int = self.nbytes + (0 if before is None else before.chain_nbytes)
         """The bytes from token 0 on."""
@@ -90,7 +90,7 @@ class Block:
         return found[::-1]
 
     def comes_from(self, caches: Sequence[TokenCache]) -> bool:
-        """Whether its chain was copied from the very buffers of these caches, whose entries are never overwritten."""
+        """Whether its chain was copied from the buffers of these same caches, whose entries are never overwritten."""
         buffers = _buffers(caches)
         return len(self._source) == len(buffers) and all(
             own() is x for own, x in zip(self._source, buffers, strict=True)
@@ -113,7 +113,7 @@ def token_caches(layers: Sequence[object]) -> list[TokenCache]:
 
 
 def shared_chain(near: Block | None, caches: Sequence[TokenCache]) -> Block | None:
-    """Return the last block of the longest beginning of a chain that has the bits of these caches; None: no block.
+    """Return the last block of the longest prefix of a chain whose bits equal these caches; None: no block.
 
     Only blocks after the last one that was copied from the caches' own buffers are compared.
 
@@ -141,7 +141,7 @@ def new_bytes(before: Block | None, caches: Sequence[TokenCache], length: int) -
 
 
 def extend(before: Block | None, caches: Sequence[TokenCache], stops: Sequence[int], tensors: Tensors) -> Block | None:
-    """Return the last block, not yet held, of a chain that goes on with copies of the caches' entries.
+    """Extend a chain by copies of the caches' entries; return its last block, which is not yet held.
 
     Args:
         before: the last block that is shared; None: there is none.
@@ -152,7 +152,7 @@ def extend(before: Block | None, caches: Sequence[TokenCache], stops: Sequence[i
     start = 0 if before is None else before.stop
     made = []
     for stop in stops:
-        if stop > start:  # all copies are made before a block is held, as a device may run out of memory
+        if stop > start:  # all copies are made before a block is held, because a device may run out of memory
             made.append([{name: tensors.copy(cache[name][:, start:stop]) for name in cache.names} for cache in caches])
             start = stop
     last = before
@@ -164,7 +164,7 @@ def extend(before: Block | None, caches: Sequence[TokenCache], stops: Sequence[i
 
 
 def release(block: Block | None, tensors: Tensors) -> list[Block]:
-    """Let go of a block, and return those that nobody holds any more, which are freed."""
+    """Release a block; return the blocks without a holder, which are freed."""
     freed = []
     while block is not None:
         block.holders -= 1

@@ -1,25 +1,25 @@
-"""A cache of model states by the tokens that they have read, so that a prompt is read only from where it is new.
+"""A cache of model states by the tokens that they have read, so that only the new tokens of a prompt are read.
 
     cache = StateCache(budget_bytes=8 * 2**30, spacing=256)
     found = cache.find(ids)                             # the longest prefix that is kept, or None
     cache.keep(ids[:512], state, cost=seconds)          # the state after 512 tokens
 
-A fixed-size memory cannot be cut back to fewer tokens, so states are kept at chosen lengths: every multiple of a
+A fixed-size memory cannot be truncated to fewer tokens, so states are kept at chosen lengths: every multiple of a
 spacing, from which any longer prompt continues, and the ends of prompts, which serve the same prompt again. An edit in
 the middle of a prompt costs the tokens from the last multiple before it. Invariants:
 
 - every state was made by reading its tokens in pieces of the spacing, counted from the first token (reading.py), so it
-  has the same bits whoever made it;
+  has the same bits whichever request made it;
 - find returns exactly the bits that were kept for that prefix, in tensors of its own, or nothing;
 - `stats.bytes` is the exact sum over all tensors that are held, shared blocks counted once, and never above the budget.
   Token ids are not counted: 8 bytes for each token of the paths to kept states;
-- nothing that was given up is seen again: with poison=True it is overwritten, which tests rely on;
-- looking up takes time for the tokens of the prompt, whatever is kept.
+- freed tensors are never read: with poison=True they are overwritten, which tests rely on;
+- a lookup takes time proportional to the prompt's tokens, for any number of states.
 
-The states lie in a radix tree (radix.py), caches with one entry a token in shared blocks (blocks.py), and aging.py says
-which state goes first. A state that goes gives up its memories; its blocks stay as long as longer states need them.
-With a folder, it is written there first (spill.py), and is found again, also after a restart. Several processes may
-share a folder: each finds what any of them wrote (neighbours.py).
+The states lie in a radix tree (radix.py), caches with one entry a token in shared blocks (blocks.py), and aging.py has
+the order of eviction. An evicted state frees its memories; its blocks stay while longer states need them. With a
+folder, it is written there first (spill.py), and can be found later, also after a restart. Several processes may share
+a folder: each finds the states of all (neighbours.py).
 """
 
 import logging
@@ -46,7 +46,7 @@ from lineate.serving.cache.spill import SpillFolder, StateFile
 __all__ = ["CacheStats", "Found", "StateCache"]
 
 SECONDS_A_TOKEN = 1e-6
-"""The least that making a state again is taken to cost, for each token after its nearest kept ancestor."""
+"""The least assumed cost of recomputing a state, in seconds for each token after its nearest kept ancestor."""
 COUNTED = ("hits", "misses", "hit_tokens", "kept", "refused", "evictions", "spilled", "restored")
 
 logger = logging.getLogger(__name__)
@@ -54,13 +54,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Place:
-    """What a node of the tree holds."""
+    """The value of a node of the tree."""
 
     kept: Kept | None = None
     block: Block | None = None
-    """The last block of a chain for this prefix that some state needs, here or below."""
+    """The last block of a chain for this prefix, if a state here or below needs it."""
     file: StateFile | None = None
-    """The state on disk, with the bits of `kept` if both are there."""
+    """The state on disk, with the bits of `kept` if both exist."""
 
     @property
     def has_logits(self) -> bool | None:
@@ -74,16 +74,16 @@ _Node = Node[_Place]
 
 
 class StateCache:
-    """States of one model by the tokens they have read, in pieces of a spacing; any thread may call it.
+    """The cached states of one model by the tokens they have read, in pieces of a spacing; thread-safe.
 
     Args:
         budget_bytes: the most bytes that its tensors may take.
         spacing: the tokens of a piece; states at its multiples serve longer prompts.
-        folder: where states are written to when they are given up or the cache is closed; None: nowhere.
+        folder: where states are written when they are evicted or the cache is closed; None: nowhere.
         identity: which model makes the states, as identity_of returns it; a folder serves only states of this one.
         folder_bytes: the most bytes that the files of this identity may take, in its share if the folder is shared.
         shared: whether other processes may have the folder open too.
-        poison: whether tensors are overwritten when they are given up, for tests.
+        poison: whether tensors are overwritten when they are freed, for tests.
         peers: the caches of other ranks, which keep other parts of the same states; None: there are none.
     """
 
@@ -110,13 +110,13 @@ class StateCache:
         self._tree: RadixTree[_Place] = RadixTree()
         self._aging: Aging[_Node] = Aging()
         self._owners: dict[Block | StateFile, _Node] = {}
-        """The node whose place names a block or a file."""
+        """The node of each block or file."""
         self._counts: Counter[str] = Counter()
         self._closed = False
         self._peers = peers or Alone()
         self._folder: SpillFolder | None = None
         self._neighbours: Neighbours | None = None
-        if folder is not None:  # other spacings make other pieces, which may give other bits
+        if folder is not None:  # another spacing means other pieces, which may give other bits
             root, which, session = Path(folder), f"pieces of {spacing} {identity}", self._peers.session
             if shared:
                 self._folder = open_share(
@@ -132,7 +132,7 @@ class StateCache:
 
     @property
     def stats(self) -> CacheStats:
-        """What it holds now, and has done since it was made."""
+        """Its current contents, and counts since its creation."""
         with self._lock:
             disk = self._folder
             files = (0, 0, 0) if disk is None else (len(disk.files), disk.bytes, len(disk.ignored))
@@ -140,7 +140,7 @@ class StateCache:
             return CacheStats(*held, *files, *(self._counts[name] for name in COUNTED))
 
     def find(self, ids: Sequence[int] | Tensor) -> Found | None:
-        """Return the longest kept prefix of a prompt from which reading on gives the bits of reading all of it.
+        """Return the longest kept prefix of a prompt from which continuing gives the bits of reading all of it.
 
         This is the whole prompt if its logits were kept too, or else a prefix of a multiple of the spacing.
 
@@ -165,16 +165,15 @@ class StateCache:
         logits: Tensor | None = None,
         cost: float = 0.0,
     ) -> bool:
-        """Keep a copy of a state, and give up others if need be; return whether the prefix has a state now.
+        """Keep a copy of a state, and evict others if necessary; return whether the prefix now has a state.
 
-        Where one is kept already, in memory or on disk, it stays, unless the new one has logits and the old one has
-        not.
+        An existing state of the prefix, in memory or on disk, stays, unless only the new one has logits.
 
         Args:
             ids: the tokens that the state has read, in pieces of the spacing.
             state: one row.
             logits: `vocab`, for the token that follows; needed unless ids are a multiple of the spacing.
-            cost: seconds it would take to make the state again from its nearest kept ancestor.
+            cost: seconds to recompute the state from its nearest kept ancestor.
         """
         ids = as_ids(ids)
         self._check(ids, state, logits, cost)
@@ -186,7 +185,7 @@ class StateCache:
             return done
 
     def clear(self) -> None:
-        """Give up all states, on disk too."""
+        """Remove all states, also on disk."""
         with self._lock:
             for node in list(self._aging.ordered()):
                 self._aging.remove(node)
@@ -197,7 +196,7 @@ class StateCache:
                     self._forget(file)
 
     def close(self) -> None:
-        """Write all states to the folder, if there is one, and give them up; then nothing is found or kept."""
+        """Write all states to the folder, if there is one, and free them; afterwards nothing is found or kept."""
         with self._lock:
             if self._closed:
                 return
@@ -287,7 +286,7 @@ class StateCache:
                 self._forget(file)
 
     def _keep(self, ids: "array[int]", state: ModelState, logits: Tensor | None, cost: float) -> bool:
-        """Keep a state unless one as good is there; return whether there is one now."""
+        """Keep a state unless an equivalent one exists; return whether there is one now."""
         node = self._tree.walk(ids)[0][-1]
         old = node.value.has_logits if node.value is not None and node.length == len(ids) else None
         if old is not None and (old or logits is None):
@@ -311,7 +310,7 @@ class StateCache:
         cost: float,
         stops: Sequence[int] = (),
     ) -> bool:
-        """Copy a state into memory, whatever was there for its prefix; return False if it does not fit.
+        """Copy a state into memory, replacing that of its prefix; return False if it does not fit.
 
         stops: where blocks end, so that those of a state from disk keep the names of their files.
         """
@@ -323,7 +322,7 @@ class StateCache:
         if needed + (0 if base is None else base.chain_nbytes) > self.budget_bytes:
             return False
         if base is not None:
-            base.holders += 1  # so that making room does not free it
+            base.holders += 1  # so that eviction does not free it
         if nodes[-1].length == len(ids) and nodes[-1].value is not None and nodes[-1].value.kept is not None:
             self._aging.remove(nodes[-1])
             self._drop(nodes[-1])
@@ -361,7 +360,7 @@ class StateCache:
         return Kept(layers, own, block, self._tensors.bytes - before)
 
     def _place(self, ids: "array[int]", kept: Kept, cost: float) -> None:
-        """Put a state into the tree; what descends from it becomes cheaper to make again."""
+        """Put a state into the tree; its descendants become cheaper to recompute."""
         node = self._tree.insert(ids)
         place = node.value = node.value or _Place()
         above = node.parent
@@ -378,14 +377,14 @@ class StateCache:
         self._aging.use(node, kept.worth)
 
     def _evict(self) -> None:
-        """Give up the state that is worth least, after writing it to disk if there is a folder."""
+        """Evict the state with the lowest priority, after writing it to disk if there is a folder."""
         node = self._aging.pop()
         self._counts["evictions"] += 1
         self._spill(node)
         self._drop(node)
 
     def _spill(self, node: _Node) -> None:
-        """Write a state to disk unless it is there."""
+        """Write a state to disk unless it is there already."""
         place = node.value
         assert place is not None and place.kept is not None
         if self._folder is not None and place.file is None:
@@ -402,14 +401,14 @@ class StateCache:
         self._owners[file] = node
 
     def _forget(self, file: StateFile) -> None:
-        """Note that a file is gone."""
+        """Record that a file was removed."""
         node = self._owners.pop(file)
         assert node.value is not None
         node.value.file = None
         self._tidy(node)
 
     def _drop(self, node: _Node) -> None:
-        """Free a state's own tensors, and the blocks that only it needed; it must have left the order of aging."""
+        """Free a state's own tensors, and the blocks that only it needed; it must have left the order of eviction."""
         assert node.value is not None and node.value.kept is not None
         kept, node.value.kept = node.value.kept, None
         self._add_cost(node, kept.cost)
@@ -417,13 +416,13 @@ class StateCache:
         self._tidy(node)
 
     def _free(self, kept: Kept) -> None:
-        """Free the tensors of a state that is in no place."""
+        """Free the tensors of a state that is not in the tree."""
         for x in kept.tensors:
             self._tensors.free(x)
         self._release(kept.block)
 
     def _add_cost(self, node: _Node, more: float) -> None:
-        """Change what the nearest kept descendants of a node cost to make again."""
+        """Change the recomputation cost of the nearest kept descendants of a node."""
         ahead = list(node.children.values())
         while ahead:
             below = ahead.pop()

@@ -1,4 +1,4 @@
-"""A short text that says which model made a state, so that states on disk are never continued by another model."""
+"""A fingerprint of the model that made a state, so that states on disk are never continued by another model."""
 
 import hashlib
 import json
@@ -20,14 +20,14 @@ def identity_of(model: HybridLM, state_dtype: str | None = None, state_rounding:
 
     Of each tensor its name, shape, dtype and 1024 elements are hashed, evenly spread from the first to the last, or all
     if it has fewer; of a quantised weight, its format, its codes and its scales. This takes milliseconds, or seconds
-    for a model of many gigabytes on a GPU. Training, merging or rounding changes nearly all weights, so that it is
-    noticed; a change of single elements of a large tensor may not be. Another device or another version may compute
-    other bits, and states lie on a device, so these count.
+    for a model of many gigabytes on a GPU. Training, merging or rounding changes nearly all weights and is detected; a
+    change of single elements of a large tensor may not be. The device and the versions are part of the hash, because
+    others may compute other bits.
 
     Args:
         model: the model that reads and continues the states.
-        state_dtype: how running rows keep their memories; see Engine.
-        state_rounding: likewise.
+        state_dtype: the format of the memories of running rows; see Engine.
+        state_rounding: the rounding of these memories; see Engine.
     """
     digest = hashlib.sha256()
     about: list[object] = [lineate.__version__, str(model.device), torch.__version__, model.config.to_dict()]

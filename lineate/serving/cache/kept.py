@@ -1,4 +1,4 @@
-"""A state that is kept, and what is returned for it."""
+"""Kept states, and the results of lookups."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Found:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """What a cache holds and has done.
+    """Contents and counts of a cache.
 
     Args:
         states: states in memory.
@@ -42,7 +42,7 @@ class CacheStats:
         hit_tokens: tokens that the found states had read.
         kept: calls of keep after which the prefix had a state.
         refused: calls of keep whose state does not fit.
-        evictions: states that were given up for others.
+        evictions: states that were evicted for others.
         spilled: states that were written to disk.
         restored: states that were found on disk.
     """
@@ -73,7 +73,7 @@ class Kept:
         logits: `vocab`, or None.
         block: the last block of its chain; None if no layer has one entry a token.
         nbytes: the bytes that were added for it.
-        cost: seconds to make it again from its nearest kept ancestor.
+        cost: seconds to recompute it from its nearest kept ancestor.
     """
 
     layers: tuple[Named | None, ...]
@@ -95,7 +95,7 @@ class Kept:
         return self.cost / max(self.nbytes, 1)
 
     def copy(self, length: int) -> Found:
-        """Return the state, which has read so many tokens, in tensors of its own."""
+        """Return the state, which has read `length` tokens, in tensors of its own."""
         caches = iter([] if self.block is None else assemble(self.block))
         layers: tuple[LayerState, ...] = tuple(
             next(caches) if layer is None else Memory({name: x.clone() for name, x in layer.items()})

@@ -1,12 +1,12 @@
 """States that other processes wrote to a shared folder: each process writes to a share of its own and reads all.
 
-    FOLDER/share-0/IDENTITY/...    the SpillFolder of one process, which alone writes and removes files there
+    FOLDER/share-0/IDENTITY/...    the SpillFolder of one process; only this process writes and removes files there
     FOLDER/share-1/IDENTITY/...    that of another
     FOLDER/IDENTITY/...            that of a process that did not share the folder
 
-A file is complete or absent and never changes (spill.py), so reading needs no lock. One that its owner removes
-meanwhile is not found, and the prompt is read instead. The next process that needs a share takes over one whose process
-has ended, with its files.
+A file is complete or absent and never changes (spill.py), so reading needs no lock. If its owner removes it meanwhile,
+it is not found, and the prompt is read instead. The next process that needs a share takes over one whose process has
+ended, with its files.
 """
 
 import logging
@@ -24,7 +24,7 @@ from lineate.serving.cache.spill import OURS, UNUSABLE, Spilled, SpillFolder, St
 SHARE = "share-"
 MOST_SHARES = 4096
 SECONDS = 1.0
-"""Seconds between two looks at the folders of others."""
+"""Seconds between two scans of the folders of others."""
 SAME_TIME = 2.0
 """Seconds within which two changes of a folder may have the same time."""
 
@@ -37,8 +37,8 @@ class Far:
 
     Args:
         folder: Where its files are.
-        length: How many tokens it has read.
-        file: What its file says.
+        length: The number of tokens it has read.
+        file: The entry of its file.
     """
 
     folder: Path
@@ -77,7 +77,7 @@ class Neighbours:
         self._root, self._own, self._clock = root, own, clock
         self._tree: RadixTree[list[Far]] = RadixTree()
         self._changed: dict[Path, int] = {}
-        """When each folder was changed last, as its time said when it was read."""
+        """The modification time of each folder when it was read."""
         self._nodes: dict[Path, _Node | None] = {}
         """The node of each file; None if it cannot be used."""
         self._next = self._clock()
@@ -113,14 +113,14 @@ class Neighbours:
                 )
             blocks = [unseal(far.folder / name, identity)[1] for name in far.file.blocks]
             return assemble_state(about, own, blocks)
-        except UNUSABLE as error:  # what a file holds is not trusted
+        except UNUSABLE as error:  # the contents of a file are not trusted
             logger.warning("%s was not read: %s", far.folder / far.file.name, error)
             self._forget(far.folder / far.file.name)
             self._nodes[far.folder / far.file.name] = None
             return None
 
     def _look(self) -> None:
-        """Take note of what others have written and removed."""
+        """Update the index with the files that others have written and removed."""
         for folder in self._folders():
             try:
                 changed = folder.stat().st_mtime_ns

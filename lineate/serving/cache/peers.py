@@ -1,4 +1,4 @@
-"""What the caches of several ranks agree on, so that all of them find and keep the same states.
+"""Agreement between the caches of several ranks, so that all of them find and keep the same states.
 
 Ranks that share a model keep their own parts of a state: in memory, and in folders of their own. A part may be missing
 on one rank, whose disk is full or whose file is damaged. Then no rank may find the state, or else the ranks would read
@@ -17,13 +17,13 @@ class Peers(Protocol):
     """The caches of all ranks, each of which calls these methods in the same order."""
 
     session: str
-    """A word that all ranks have in common, and no other start of the job; "" if there is one rank."""
+    """A word that all ranks share and that differs between starts of the job; "" if there is one rank."""
 
     def all(self, done: bool) -> bool:
         """Return whether all ranks have done something.
 
         Args:
-            done: Whether this rank has.
+            done: Whether this rank has done it.
         """
         ...
 

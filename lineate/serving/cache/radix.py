@@ -28,7 +28,7 @@ class Node(Generic[Value]):
     Args:
         edge: the tokens between the parent and this node.
         parent: None for the root.
-        value: what is kept for this prefix; None: nothing.
+        value: the value of this prefix; None: no value.
     """
 
     __slots__ = ("children", "edge", "length", "parent", "value")
@@ -99,7 +99,7 @@ class RadixTree(Generic[Value]):
         return node
 
     def prune(self, node: Node[Value]) -> None:
-        """Remove a node without a value, and those above it that nothing needs any more.
+        """Remove a node without a value, and those above it that are no longer needed.
 
         Args:
             node: where a value has been removed; with a value, nothing happens.
@@ -129,7 +129,7 @@ class RadixTree(Generic[Value]):
 
 
 def _agreeing(ids: "array[int]", start: int, edge: "array[int]") -> int:
-    """Return how many first tokens of the edge stand in ids from start on."""
+    """Return how many first tokens of the edge equal ids from start on."""
     n = 0
     while n < len(edge) and ids[start + n : start + n + STEP] == edge[n : n + STEP]:
         n += STEP

@@ -20,19 +20,19 @@ from lineate.serving.cache.blocks import Named
 
 FORMAT = 1
 PART = ".part"
-"""The end of the name of a file that is not finished."""
+"""The suffix of the name of an unfinished file."""
 HEADER_BYTES = 256
-"""More than one tensor takes in the header of a file, without its name."""
+"""An upper bound of the bytes of one tensor in the header of a file, without its name."""
 LONGEST_ABOUT = 64 * 2**20
 
 
 def seal(path: Path, identity: str, about: Mapping[str, Any], tensors: Named) -> int:
-    """Write one file at once or not at all, and return its bytes.
+    """Write one file atomically, and return its bytes.
 
     Args:
         path: its final name.
         identity: which model the tensors belong to.
-        about: what else to say about them, as JSON can hold it.
+        about: further description, as JSON values.
         tensors: by name, on any device.
     """
     tensors = {key: x.cpu() for key, x in tensors.items()}
@@ -67,7 +67,7 @@ def unseal(path: Path, identity: str) -> tuple[dict[str, Any], Named]:
 
 
 def peek(path: Path, identity: str, name: str) -> tuple[dict[str, Any], Tensor, frozenset[str]]:
-    """Return a file's description, one tensor, and the names of all, without reading more; nothing is summed up yet."""
+    """Return a file's description, one tensor, and the names of all; the checksum is not verified."""
     entries = read_header(path)
     if name not in entries or "about" not in entries or entries["about"].nbytes > LONGEST_ABOUT:
         raise CheckpointError(f"{path}: expected the tensors about and {name}, got {', '.join(entries)[:200]}")
@@ -91,7 +91,7 @@ def _read(name: str, entry: Entry) -> Tensor:
 
 
 def _about(path: Path, identity: str, text: Tensor | None) -> dict[str, Any]:
-    """Return what a file says about itself, if it is of this version, model and name."""
+    """Return a file's description if it has this version, model and name."""
     if text is None or text.dtype != torch.uint8:
         raise CheckpointError(f"{path}: expected a tensor of bytes named about")
     try:

@@ -3,8 +3,8 @@
     FOLDER/IDENTITY/state-HASH.safetensors    ids, the tensors of every Memory, logits; HASH is that of the ids
     FOLDER/IDENTITY/block-HASH.safetensors    entries of some tokens; HASH is that of its contents and chain
 
-Every file is sealed (sealed.py). A state says its cost, the names and devices of its tensors, and the names
-of its blocks. Invariants:
+Every file is sealed (sealed.py). A state's file has its cost, the names and devices of its tensors, and the names of
+its blocks. Invariants:
 
 - a file is complete or absent. Blocks are written before the state that names them, and removed after it, so that a
   kill at any moment loses no finished state;
@@ -38,14 +38,14 @@ from lineate.serving.cache.sealed import FORMAT, PART, checksum, most_bytes, pee
 
 OURS = re.compile(r"(state|block)-[0-9a-f]{32}\.safetensors")
 UNUSABLE = (OSError, ValueError, RuntimeError, MemoryError, AssertionError, KeyError, TypeError, IndexError)
-"""What reading a file raises that is damaged or gone, or for which memory is short."""
+"""The exceptions of reading a file that is damaged or missing, or for which memory is short."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class StateFile:
-    """A state on disk, as the index knows it.
+    """The index entry of a state on disk.
 
     Args:
         name: of the file.
@@ -53,7 +53,7 @@ class StateFile:
         cost: seconds it took to make.
         blocks: names of its blocks, the first tokens first.
         nbytes: bytes of the file, without its blocks.
-        written: which writing of the job made it, if ranks have their parts of it in several folders.
+        written: identifies the write of the job, if ranks have their parts of it in several folders.
     """
 
     name: str
@@ -65,7 +65,7 @@ class StateFile:
 
     @property
     def mark(self) -> str:
-        """What is the same of the files in which ranks have their parts of one state."""
+        """The identifier shared by the per-rank files of one state."""
         return f"{self.name} {self.has_logits} {self.cost!r} {self.written}"
 
 
@@ -110,7 +110,7 @@ class SpillFolder:
         self._session, self._writes = session, 0
         self.bytes = 0
         self.files: dict[str, StateFile] = {}
-        """States by name, the one used longest ago first."""
+        """States by name, the least recently used first."""
         self.ignored: dict[str, int] = {}
         """Bytes of files that cannot be used, by name."""
         self._blocks: dict[str, _BlockFile] = {}
@@ -118,7 +118,7 @@ class SpillFolder:
         self._lock = _take_lock(self.folder / "lock")
 
     def open(self) -> Iterator[tuple["array[int]", StateFile]]:
-        """Read the headers of all files; yield the usable states with their tokens, the one used longest ago first."""
+        """Read the headers of all files; yield the usable states with their tokens, the least recently used first."""
         for left in self.folder.glob(f"*{PART}"):  # by a process that was killed
             left.unlink(missing_ok=True)
         ours = [x for x in self.folder.iterdir() if OURS.fullmatch(x.name) and x.is_file() and not x.is_symlink()]
@@ -145,7 +145,7 @@ class SpillFolder:
         """Keep only the states with these marks, the one used longest ago first; remove and return the others.
 
         Args:
-            marks: of states that are there.
+            marks: of the states to keep.
         """
         found = {file.mark: file for file in self.files.values()}
         wanted = set(marks)
@@ -192,7 +192,7 @@ class SpillFolder:
             for name in file.blocks:
                 blocks.append(unseal(self.folder / name, self.identity)[1])
             spilled = assemble_state(about, own, blocks)
-        # What a file holds is not trusted.
+        # The contents of a file are not trusted.
         except UNUSABLE as error:
             if _may_pass(error):
                 logger.warning("%s was not read: %s", self.folder / file.name, error)
@@ -248,7 +248,7 @@ class SpillFolder:
         return file
 
     def _next_writing(self) -> str:
-        """Return a word for a state that is about to be written, the same on all ranks; "" if there is one rank."""
+        """Return an identifier for the next written state, the same on all ranks; "" if there is one rank."""
         self._writes += 1
         return f"{self._session}-{self._writes}" if self._session else ""
 
@@ -266,7 +266,7 @@ class SpillFolder:
         return tokens, file
 
     def _make_room(self, needed: int) -> bool:
-        """Remove files until so many bytes fit; return whether they do, and remove nothing if they never will."""
+        """Remove files until the given bytes fit; return whether they fit, and remove nothing if they cannot."""
         if needed > self.budget_bytes:
             return False
         while self.bytes + needed > self.budget_bytes:
@@ -312,7 +312,7 @@ def index_file(path: Path, identity: str, nbytes: int) -> tuple["array[int]", St
     if wrong := [block for block in blocks if not isinstance(block, str)]:
         raise CheckpointError(f"{path}: expected names of blocks, got {wrong[0]!r:.80}")
     tokens = array("q", ids.tolist())
-    if path.name != _name_of(tokens):  # or else it would be looked for under other tokens, and never be found
+    if path.name != _name_of(tokens):  # otherwise it would be searched under other tokens and never be found
         raise CheckpointError(f"{path}: expected the name {_name_of(tokens)} for its ids; the file is damaged")
     written = str(about.get("written", ""))
     return tokens, StateFile(path.name, "logits" in names, float(cost), tuple(blocks), nbytes, written)
@@ -368,7 +368,7 @@ def assemble_state(about: dict[str, Any], own: Named, blocks: Sequence[Named]) -
     """Return a state from the tensors of its files.
 
     Args:
-        about: What the file of the state says about itself.
+        about: The description in the state's file.
         own: The other tensors of that file.
         blocks: The tensors of each block, the first tokens first.
     """
@@ -390,7 +390,7 @@ def assemble_state(about: dict[str, Any], own: Named, blocks: Sequence[Named]) -
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether a file may be read later, after too many open files, no memory or a fault of the disk."""
+    """Whether a failed read may succeed later: too many open files, no memory or a disk fault."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

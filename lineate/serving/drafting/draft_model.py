@@ -21,7 +21,7 @@ class _Read(Known):
 class DraftModel(StepwiseDrafter[_Read]):
     """Guess with a smaller model of the same vocabulary, which draws with the noise that the larger one will use.
 
-    Its state of every sequence has read the tokens that were chosen. Guesses continue it and are given up; the next
+    Its state of every sequence has read the tokens that were chosen. Guesses continue it and are discarded; the next
     call reads those that were right, of all rows in one pass.
 
     Args:
@@ -56,7 +56,7 @@ class DraftModel(StepwiseDrafter[_Read]):
         return length
 
     def _keep_up(self, row: DraftRow) -> None:
-        """Read the prompt, or what a row missed while nothing was guessed for it, all but the last tokens."""
+        """Read the prompt, or the tokens that a row missed without guesses, except the last ones."""
         first = self._known[row.key].read
         if row.key in self._states and len(row.ids) - first <= self.AT_ONCE:
             return

@@ -1,4 +1,4 @@
-"""What a drafter is: the sequences that it guesses for, how guesses are verified, and what drafters have in common."""
+"""The interface of drafters: the sequences that they guess for, the verification of guesses, a base class."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,18 +34,19 @@ class DraftRow:
 
 
 class Drafter(Protocol):
-    """Guesses tokens; what it guesses does not change which tokens are generated.
+    """Guesses tokens; its guesses do not change which tokens are generated.
 
     (With memories in bfloat16 it may, where two tokens are nearly as likely.)
 
-    One that keeps tensors for each sequence also has row_nbytes, as BaseDrafter has, so that they are planned for.
+    One that keeps tensors for each sequence also has row_nbytes, as BaseDrafter has, so that they are part of the
+    memory plan.
     """
 
     needs_hidden: bool
-    """Whether it wants to observe what the model's head reads."""
+    """Whether it needs to observe the inputs of the model's head."""
 
     def propose(self, rows: Sequence[DraftRow], most: int) -> list[list[int]]:
-        """Return at most so many guesses for each row, the next token first; an empty list if it has none.
+        """Return at most `most` guesses for each row, the next token first; an empty list if it has none.
 
         Args:
             rows: the sequences.
@@ -54,18 +55,18 @@ class Drafter(Protocol):
         ...
 
     def observe(self, key: Hashable, ids: Sequence[int], start: int, hidden: Tensor) -> None:
-        """Take what the model's head read for tokens of a sequence that are final; only if needs_hidden.
+        """Receive the inputs of the model's head for final tokens of a sequence; only called if needs_hidden.
 
         Args:
             key: names the sequence.
-            ids: its tokens as far as they are known, those of the whole prompt at least.
+            ids: its known tokens, at least those of the whole prompt.
             start: the index of the first of these tokens.
-            hidden: `n hidden`, one vector a token; the tensor is kept, not copied.
+            hidden: `n hidden`, one vector per token; the tensor is kept, not copied.
         """
         ...
 
     def forget(self, key: Hashable) -> None:
-        """Drop all that is kept of a sequence, which has ended.
+        """Free all data of a sequence, which has ended.
 
         Args:
             key: names the sequence.
@@ -99,7 +100,7 @@ def verify(
     if seen is not None:
         counts = [with_more(seen[row], guesses[row][:i]) for row, i in at]
     values = logits[where]
-    # A wrong guess may leave the model without finite logits; that must only matter if the guess was right.
+    # A wrong guess may give logits that are not finite, which is an error only if the guess was right.
     spoilt = ~values.amax(-1).isfinite()
     options, places = [sampling[row] for row, _ in at], torch.tensor([positions[row] + i for row, i in at])
     permitted = None if allowed is None else allowed[where]
@@ -136,7 +137,7 @@ class Pace:
         self._misses = self._pause = 0
 
     def next_length(self, ids: Sequence[int], most: int) -> int:
-        """Learn how many of the last guesses were right, and return how many tokens to guess now."""
+        """Update with the number of right guesses, and return how many tokens to guess now."""
         guessed, start = self._guessed, self._position
         if guessed and len(ids) > start:
             right = 0
@@ -150,7 +151,7 @@ class Pace:
         return min(self.length, most)
 
     def note(self, position: int, guesses: list[int]) -> None:
-        """Remember what was guessed for the tokens from this position on."""
+        """Record the guesses for the tokens from this position on."""
         self._position, self._guessed = position, guesses
 
     def _learn(self, right: int, guessed: int) -> None:
@@ -164,7 +165,7 @@ class Pace:
 
 
 class Known:
-    """What a drafter knows of one sequence; a drafter that knows more derives its own class."""
+    """The data of a drafter about one sequence; a drafter with more data derives its own class."""
 
     def __init__(self) -> None:
         self.pace = Pace()
@@ -174,7 +175,7 @@ K = TypeVar("K", bound=Known)
 
 
 class BaseDrafter(Generic[K]):
-    """What drafters have in common: they know something of each sequence, and forget it when the sequence has ended."""
+    """A base class of drafters that keeps data of each sequence until the sequence has ended."""
 
     needs_hidden = False
 
@@ -191,7 +192,7 @@ class BaseDrafter(Generic[K]):
         return 0
 
     def observe(self, key: Hashable, ids: Sequence[int], start: int, hidden: Tensor) -> None:
-        """Ignore what the model's head read; see Drafter.
+        """Ignore the inputs of the model's head; see Drafter.
 
         Args:
             key: names the sequence.
@@ -201,7 +202,7 @@ class BaseDrafter(Generic[K]):
         """
 
     def forget(self, key: Hashable) -> None:
-        """Drop all that is kept of a sequence.
+        """Free all data of a sequence.
 
         Args:
             key: names the sequence.

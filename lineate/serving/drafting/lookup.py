@@ -1,4 +1,4 @@
-"""The drafter that needs no model: what followed the last tokens where they stood before."""
+"""The drafter that needs no model: it repeats the continuation of an earlier occurrence of the last tokens."""
 
 from array import array
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from lineate.serving.drafting.drafter import BaseDrafter, DraftRow, Known
 
 
 class _Index(Known):
-    """The places of all n-grams of a sequence: every place points to the one before it that has the same n-gram."""
+    """The positions of all n-grams of a sequence: every position points to the previous one with the same n-gram."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class _Index(Known):
     def extend(self, ids: Sequence[int]) -> None:
         """Add the tokens that are new, each in constant time."""
         for token in ids[len(self.ids) :]:
-            end = len(self.ids)  # the n-gram that ends before this token is followed by something now
+            end = len(self.ids)  # the n-gram that ends before this token now has a continuation
             self._before.append(0)
             if end >= self.n:
                 gram = tuple(self.ids[end - self.n :])
@@ -28,7 +28,7 @@ class _Index(Known):
             self.ids.append(token)
 
     def guess(self, most: int, tries: int, longest: int) -> list[int]:
-        """Return what followed the longest match of the last tokens; among equally long ones, the latest."""
+        """Return the tokens after the longest match of the last tokens; among equally long ones, the latest."""
         ids, end = self.ids, len(self.ids)
         place = self._last.get(tuple(ids[end - self.n :]), 0) if end >= self.n else 0
         best, length = 0, 0
@@ -44,15 +44,15 @@ class _Index(Known):
         if not best:
             return []
         found = list(ids[best : best + most])
-        while len(found) < most:  # it repeats itself: what follows is the guess's own beginning
+        while len(found) < most:  # the text repeats: the continuation is the guess's own beginning
             found.append(found[best + len(found) - end])
         return found
 
 
 class PromptLookup(BaseDrafter[_Index]):
-    """Guess that a sequence goes on as it did where its last tokens stood before, in the prompt or in what follows.
+    """Guess the continuation of an earlier occurrence of the last tokens, in the prompt or after it.
 
-    It needs no model, and serves texts that repeat themselves: code that is edited, documents that are quoted.
+    It needs no model, and suits texts with repetition: code that is edited, documents that are quoted.
 
     Args:
         n: tokens that a match must have; each new token is indexed in constant time.
@@ -68,7 +68,7 @@ class PromptLookup(BaseDrafter[_Index]):
         self.n, self.longest, self.tries = n, longest, tries
 
     def propose(self, rows: Sequence[DraftRow], most: int) -> list[list[int]]:
-        """Return at most so many guesses for each row; see Drafter.
+        """Return at most `most` guesses for each row; see Drafter.
 
         Args:
             rows: the sequences.

@@ -1,8 +1,8 @@
 """The drafter that guesses with the model's own head of multi-token prediction (models/prediction.py).
 
-Entry i of the head is made from token i + 1 and from what the model's head read for token i. So the model must say
-what that was (`observe`). Guesses continue the head's own cache and are given up; the entries of tokens that were
-chosen are made again in the next call, from what the model's head really read.
+Entry i of the prediction head is computed from token i + 1 and from the input of the model's head for token i, which
+the model therefore provides (`observe`). Guesses continue the prediction head's own cache and are discarded; the
+entries of chosen tokens are recomputed in the next call, from the actual inputs of the model's head.
 """
 
 from collections.abc import Hashable, Sequence
@@ -17,7 +17,7 @@ from lineate.serving.drafting.stepwise import Pass, StepwiseDrafter, padded, sta
 
 
 class _Observed(Known):
-    """What the model's head read for the tokens of a sequence from index `first` on, whose entries are not made yet."""
+    """Inputs of the model's head for the tokens of a sequence from index `first` on that have no entries yet."""
 
     def __init__(self, first: int, hidden: Tensor) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class _Observed(Known):
         return self.first + self.hidden.shape[0]
 
     def take(self, count: int) -> Tensor:
-        """Remove and return the first so many vectors."""
+        """Remove and return the first `count` vectors."""
         taken, self.hidden = self.hidden[:count], self.hidden[count:]
         self.first += count
         return taken
@@ -37,7 +37,7 @@ class _Observed(Known):
 class PredictionDrafter(StepwiseDrafter[_Observed]):
     """Guess with the head of multi-token prediction of the model that verifies.
 
-    A sequence whose beginning was not observed, because a cache had its state, is guessed from what was.
+    If the beginning of a sequence was not observed, because a cache had its state, only the rest is used.
 
     Args:
         model: a model whose checkpoint has the weights, so that model.prediction is not None.
@@ -55,7 +55,7 @@ class PredictionDrafter(StepwiseDrafter[_Observed]):
         self.model, self.head = model, model.prediction
 
     def row_nbytes(self, tokens: int, guesses: int) -> int:
-        """Return the most bytes of the head's cache, and of what is observed before it is read; see BaseDrafter.
+        """Return the most bytes of the head's cache, and of the observed vectors that it has not read; see BaseDrafter.
 
         Args:
             tokens: The most tokens of a sequence.
@@ -69,16 +69,16 @@ class PredictionDrafter(StepwiseDrafter[_Observed]):
 
     @torch.no_grad()
     def observe(self, key: Hashable, ids: Sequence[int], start: int, hidden: Tensor) -> None:
-        """Take what the model's head read for tokens of a sequence that are final; entries of prompts are made here.
+        """Receive the inputs of the model's head for final tokens of a sequence; entries of prompts are computed here.
 
         Args:
             key: names the sequence.
-            ids: its tokens as far as they are known, those of the whole prompt at least.
+            ids: its known tokens, at least those of the whole prompt.
             start: the index of the first of these tokens.
-            hidden: `n hidden`, one vector a token; the tensor is kept, not copied.
+            hidden: `n hidden`, one vector per token; the tensor is kept, not copied.
         """
         known = self._known.get(key)
-        if known is None or start > known.end:  # nothing is known of the tokens before
+        if known is None or start > known.end:  # earlier tokens were not observed
             self.forget(key)
             self._known[key] = known = _Observed(start, hidden)
         else:
@@ -93,13 +93,13 @@ class PredictionDrafter(StepwiseDrafter[_Observed]):
             return 0
         length = known.pace.next_length(row.ids, most)
         if not length or known.end != len(row.ids) - 1 or not known.hidden.shape[0]:
-            return 0  # guessing pauses, or the model's head was not observed as far as it must have read
+            return 0  # guessing pauses, or inputs of the model's head are missing
         if row.key not in self._states or known.hidden.shape[0] > self.AT_ONCE:
             self._keep_up(row.key, row.ids)
         return length if row.key in self._states else 0
 
     def _keep_up(self, key: Hashable, ids: Sequence[int]) -> None:
-        """Make the entries of a sequence but for the last one, whose prediction is wanted."""
+        """Compute the entries of a sequence except the last one, whose prediction is needed."""
         known, state = self._known[key], self._states.pop(key)
         count = min(known.hidden.shape[0], len(ids) - 1 - known.first) - 1
         while count > 0:
@@ -111,7 +111,7 @@ class PredictionDrafter(StepwiseDrafter[_Observed]):
             self._states.add(key, state)
 
     def _read_pending(self, rows: Sequence[DraftRow]) -> Pass:
-        """Make the entries of all rows up to their last tokens in one pass."""
+        """Compute the entries of all rows up to their last tokens in one pass."""
         known = [self._known[row.key] for row in rows]
         tokens, counts = padded(
             [row.ids[own.first + 1 :] for row, own in zip(rows, known, strict=True)], self.model.device
@@ -122,7 +122,7 @@ class PredictionDrafter(StepwiseDrafter[_Observed]):
         return Pass(trailed.after(counts), self.model.logits(last), last)
 
     def _read_guesses(self, tokens: Tensor, last: Pass) -> Pass:
-        """Make one entry a row from what the head itself has predicted."""
+        """Compute one entry per row from the head's own predictions."""
         assert last.hidden is not None
         predicted, state = self.head(self.model.embed(tokens), last.hidden[:, None], last.state)
         return Pass(state, self.model.logits(predicted[:, -1]), predicted[:, -1])

@@ -1,4 +1,4 @@
-"""Guessing with a model, token by token: what drafters share that read their own guesses."""
+"""Guessing with a model, token by token: the base of drafters that read their own guesses."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
@@ -15,7 +15,7 @@ from lineate.serving.drafting.drafter import BaseDrafter, DraftRow, K, with_more
 
 
 def states_nbytes(memories: int, token: int, tokens: int, guesses: int) -> int:
-    """Return the most bytes that the states of one sequence take while guesses are made and rows are joined anew.
+    """Return the most bytes of the states of one sequence while guesses are computed and batches are rebuilt.
 
     Args:
         memories: The bytes of its memories.
@@ -29,7 +29,7 @@ def states_nbytes(memories: int, token: int, tokens: int, guesses: int) -> int:
 
 
 class RowStates:
-    """The states of several sequences as one batch, which is put together anew only if other sequences are wanted."""
+    """The states of several sequences as one batch, which is rebuilt only for other sequences."""
 
     def __init__(self) -> None:
         self._keys: tuple[Hashable, ...] = ()
@@ -77,12 +77,12 @@ class RowStates:
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass over all rows gives.
+    """The results of one pass over all rows.
 
     Args:
         state: the states after it.
         logits: `rows vocab`, for the tokens that follow.
-        hidden: `rows hidden`, if the next pass needs it beside the tokens.
+        hidden: `rows hidden`, if the next pass needs it besides the tokens.
     """
 
     state: ModelState
@@ -93,14 +93,14 @@ class Pass:
 class StepwiseDrafter(BaseDrafter[K], ABC, Generic[K]):
     """Guesses one token after another for all rows at once, each from a pass that reads the guess before it.
 
-    The states of sequences have read tokens that were chosen. Guesses continue them and are given up. A subclass says
-    how many guesses a row may have, and how the logits of the next tokens are made.
+    The states of sequences have read tokens that were chosen. Guesses continue them and are discarded. A subclass
+    defines how many guesses a row may have, and computes the logits of the next tokens.
     """
 
     AT_ONCE = 16
-    """Rows that have fallen behind by more tokens are read alone."""
+    """Rows that are behind by more tokens are read separately."""
     PIECE = 2048
-    """Prompts are read in pieces of so many tokens."""
+    """Tokens of a piece of a prompt."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class StepwiseDrafter(BaseDrafter[K], ABC, Generic[K]):
 
     @torch.no_grad()
     def propose(self, rows: Sequence[DraftRow], most: int) -> list[list[int]]:
-        """Return at most so many guesses for each row; see Drafter.
+        """Return at most `most` guesses for each row; see Drafter.
 
         Args:
             rows: the sequences.
@@ -144,14 +144,14 @@ class StepwiseDrafter(BaseDrafter[K], ABC, Generic[K]):
 
     @abstractmethod
     def _read_pending(self, rows: Sequence[DraftRow]) -> Pass:
-        """Read what each row has not read yet, in one pass."""
+        """Read the unread tokens of each row in one pass."""
 
     @abstractmethod
     def _read_guesses(self, tokens: Tensor, last: Pass) -> Pass:
         """Read one guess a row, `rows 1`, after an earlier pass."""
 
     def forget(self, key: Hashable) -> None:
-        """Drop all that is kept of a sequence, its state included.
+        """Free all data of a sequence, including its state.
 
         Args:
             key: names the sequence.
@@ -161,9 +161,9 @@ class StepwiseDrafter(BaseDrafter[K], ABC, Generic[K]):
 
 
 def taken_back(base: ModelState, last: ModelState) -> ModelState:
-    """Return the state `base`, after it was continued to `last`, which is given up together with what lies between.
+    """Return to the state `base` from `last`, which is discarded together with all states in between.
 
-    Memories are values, so base still has its own. Caches free the room of the tokens that were added.
+    Memories are values, so those of base are unchanged. Caches free the room of the tokens that were added.
     """
     layers = tuple(
         new.cut(old.n, old.lengths) if isinstance(old, TokenCache) and isinstance(new, TokenCache) else old
@@ -173,7 +173,7 @@ def taken_back(base: ModelState, last: ModelState) -> ModelState:
 
 
 def draw(logits: Tensor, rows: Sequence[DraftRow], guesses: Sequence[Sequence[int]]) -> list[int]:
-    """Choose the next guess of every row as the token after its guesses so far would be chosen."""
+    """Choose the next guess of every row with its sampling options."""
     seen = [with_more(row.seen, own) for row, own in zip(rows, guesses, strict=True)]
     positions = torch.tensor([row.position + len(own) for row, own in zip(rows, guesses, strict=True)])
     return choose_tokens(logits.nan_to_num(), [row.sampling for row in rows], positions, seen).tolist()

@@ -1,4 +1,4 @@
-"""The requests that were admitted: prompts that are being read, and rows that decode together.
+"""The admitted requests: prompts that are being read, and rows that decode together.
 
 On a GPU, the next step begins as soon as the tokens of the last one are known, before they are delivered, so that the
 device computes while the host delivers. Rows join and leave while it does; a token of a row that has left is dropped.
@@ -22,7 +22,7 @@ from lineate.serving.engine.reading import Reading
 from lineate.serving.engine.requests import Event, Failed, Handle, TokenLogprob
 
 KEEPING = ("stop", "length", "timeout")
-"""Answers that end so are read again in pieces, so that the next turn finds their state in the cache."""
+"""Answers with these ends are read again in pieces, so that the next turn finds their state in the cache."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Job:
     Args:
         handle: The handle of the request.
         total: The most tokens of a continuation, with the prompt.
-        deadline: When its time is over; None: never.
+        deadline: The time of its timeout; None: never.
         since: When it was admitted.
         reading: Its prompt.
     """
@@ -43,13 +43,13 @@ class Job:
         self.reading: Reading | None = reading
         self.running: list[Continuation] = []
         self.prompt: PromptLogprobs | None = None
-        """The log-probabilities of its prompt, if they were asked for."""
+        """The log-probabilities of its prompt, if they were requested."""
         self.leader: tuple[Reading, int] | None = None
-        """An earlier prompt with the same beginning, and up to where; this one waits until that is read."""
+        """An earlier prompt with the same beginning, and its shared length; this one waits until that is read."""
 
     @property
     def need(self) -> Need:
-        """What it needs from now on."""
+        """Its memory needs from now on."""
         prompt = len(self.handle.request.ids)
         if self.reading is None:
             return Need(len(self.running), prompt, self.total, False)
@@ -90,15 +90,15 @@ class Batch:
         self.reading: deque[Job] = deque()
         """The jobs whose prompts are being read; the first is the next."""
         self.rows: list[tuple[Job, Continuation]] = []
-        """What runs in each row of the pool."""
-        self._lineup: Lineup | None = None  # of these rows, once they have made a step
-        self._under_way: NextTokens | None = None  # the step that has begun, and whose tokens were not taken
+        """The continuation in each row of the pool."""
+        self._lineup: Lineup | None = None  # the lineup of these rows, after their first step
+        self._under_way: NextTokens | None = None  # the running step, whose tokens were not taken
         self.answers: deque[Answer] = deque(maxlen=MOST_ANSWERS)
         """Texts with answers that are still to be read in pieces, the oldest first."""
         self.counts: Counter[str] = Counter()
         self.finished: Counter[str] = Counter()
         self.service_seconds = 1.0
-        """How long a request takes from its admission, averaged over the last ones."""
+        """The duration of a request from its admission, averaged over the last ones."""
 
     def add(self, job: Job) -> None:
         """Admit a job, for which the pool has room; it waits for an earlier prompt with the same beginning."""
@@ -128,7 +128,7 @@ class Batch:
         """End continuations that were cancelled or stopped, and requests whose time is over.
 
         Args:
-            now: Seconds, from which all deadlines of a step are told.
+            now: The time with which all deadlines of a step are compared.
         """
         due = [job for job in self.jobs if job.handle.ending or (job.deadline is not None and now >= job.deadline)]
         for job in due:
@@ -139,7 +139,7 @@ class Batch:
                         finished = ending.get(row.index, "timeout")
                         self._leave(row, finished)
                         self.finish(row, finished)
-            elif over or len(ending) == job.handle.request.n:  # otherwise those that go on need the prompt
+            elif over or len(ending) == job.handle.request.n:  # otherwise the remaining ones need the prompt
                 rows = job.new_continuations(cached_tokens=job.reading.cached_tokens)
                 self._end_reading(job)
                 for row in rows:
@@ -194,7 +194,7 @@ class Batch:
         return None
 
     def _start(self, job: Job, reading: Reading) -> None:
-        """Choose the first token of all continuations, and let those that go on join the pool."""
+        """Choose the first token of all continuations, and let the unfinished ones join the pool."""
         assert reading.logits is not None and reading.state is not None
         rows = job.new_continuations(job.total - len(reading.ids), reading.cached_tokens)
         for row in rows:
@@ -204,7 +204,7 @@ class Batch:
         )
         events = []
         for row, chosen in zip(rows, found, strict=True):
-            if chosen is None or row.index in job.handle.ending:  # without a token, the prompt alone was to be read
+            if chosen is None or row.index in job.handle.ending:  # without tokens to generate, only the prompt was read
                 events.append(row.event(finished=job.handle.ending.get(row.index, "length")))
             else:
                 events.append(self._take(row, chosen if isinstance(chosen, Exception) else [chosen]))
@@ -224,7 +224,7 @@ class Batch:
             self._forget(job)
 
     def _end_reading(self, job: Job) -> None:
-        """Free the state of a prompt that is read, or is given up."""
+        """Free the state of a prompt that is read or cancelled."""
         assert job.reading is not None
         self.reading.remove(job)
         job.reading.release()
@@ -233,8 +233,7 @@ class Batch:
     def decode(self) -> None:
         """Take the next token of every row, or several if they were guessed, and deliver them.
 
-        A step that is under way is the one whose tokens are taken. With `overlap`, the next one begins before anything
-        is delivered.
+        If a step is running, its tokens are taken. With `overlap`, the next one begins before anything is delivered.
         """
         step = self._under_way
         if not self.rows:
@@ -246,10 +245,10 @@ class Batch:
                 taken = self._take_guessed(self.drafter)
             else:
                 self._under_way = step = step or self._begin_step()
-                tokens = step.wait()  # if this is interrupted, the next call waits again: the rows were read
+                tokens = step.wait()  # if this is interrupted, the next call waits for the same step
                 self._under_way = None
                 if self.overlap and step.all_go_on and step.lineup is self._lineup:
-                    failed = self._go_on(step)  # a row costs nothing before the device computes again
+                    failed = self._go_on(step)  # freeing a row is cheap before the next step begins
                 taken = self._take_next(step.lineup.rows, tokens)
         except Exception as error:
             self._fail_step(error)
@@ -269,7 +268,7 @@ class Batch:
             if not isinstance(x, int):
                 self._tell(row, x)
                 continue
-            try:  # what _tell does, of which there is little for a token in the middle of an answer
+            try:  # an inlined, shorter _tell for a token in the middle of an answer
                 row.handle.put(Event(row.index, (x,), (), None, None, row.cached_tokens))
             except BaseException:
                 self._give_up(row.handle)
@@ -277,7 +276,7 @@ class Batch:
             self._fail_step(failed)
 
     def _go_on(self, step: NextTokens | None) -> Exception | None:
-        """Begin the next step; return what went wrong, which matters after the tokens were delivered."""
+        """Begin the next step; return its exception, which is handled after the tokens were delivered."""
         try:
             self._under_way = self._begin_step(step)
         except Exception as error:
@@ -285,7 +284,7 @@ class Batch:
         return None
 
     def _begin_step(self, before: NextTokens | None = None) -> NextTokens:
-        """Read the last token of every row, and begin to choose the next ones; a GPU may still be at it.
+        """Read the last token of every row, and begin to choose the next ones; a GPU may still be computing.
 
         Args:
             before: The step before, whose tokens may still be on the device.
@@ -301,7 +300,7 @@ class Batch:
     def _take_next(
         self, rows: Sequence[Continuation], tokens: Sequence[int | Chosen | Exception]
     ) -> list[tuple[Continuation, int | Event]]:
-        """Give the rows that are still there their tokens; return these, or an event where that says more."""
+        """Add the tokens to the remaining rows; return the tokens, or an event where there is more to report."""
         taken: list[tuple[Continuation, int | Event]] = []
         for row, x in zip(rows, tokens, strict=True):
             if row.over:
@@ -317,7 +316,7 @@ class Batch:
         """Read the last token of every row with guesses, if there are any; return an event of every row."""
         rows, lengths = [row for _, row in self.rows], list(self.pool.lengths)
         taken = [self._take(row, x) for row, x in zip(rows, self._choose_guessed(drafter, rows), strict=True)]
-        if self.pool.on_trail:  # only what was chosen has been read; its last token has not
+        if self.pool.on_trail:  # only chosen tokens have been read, except the last one
             self.pool.accept([len(event.tokens) for event in taken])
         hidden = self.pool.hidden
         if drafter.needs_hidden and hidden is not None:
@@ -350,13 +349,13 @@ class Batch:
                 logprobs += [] if logprob is None else [logprob]
                 if finished is not None:
                     break
-        except Exception as error:  # of the model's logits, or of the guide
+        except Exception as error:  # from the model's logits or from the guide
             logger.error("request %d failed: %s", row.handle.number, error)
             return row.event(tokens, logprobs, "error", _text(error))
         return row.event(tokens, logprobs, finished)
 
     def _tell(self, row: Continuation, event: Event) -> None:
-        """Count an event, and deliver it; a continuation that has ended has no more events, whatever fails later."""
+        """Count an event, and deliver it; a continuation that has ended has no more events, even after a failure."""
         if row.index in row.handle.ended:
             return
         self.counts["new_tokens"] += len(event.tokens)
@@ -366,7 +365,7 @@ class Batch:
             self._forget_guesses(row)
         try:
             row.handle.put(event)
-        except BaseException:  # nobody listens any more; asyncio's CancelledError is no Exception
+        except BaseException:  # the listener is gone; asyncio's CancelledError is not an Exception
             self._give_up(row.handle)
 
     def _give_up(self, handle: Handle) -> None:
@@ -375,7 +374,7 @@ class Batch:
         handle.cancel()
 
     def _leave(self, row: Continuation, finished: str) -> None:
-        """Take a row out of the pool; its answer is to be read again, for the next turn."""
+        """Remove a row from the pool; its answer will be read again, for the next turn."""
         at = next(n for n, (_, each) in enumerate(self.rows) if each is row)
         job = self.rows[at][0]
         self.pool.leave(at)
@@ -389,7 +388,7 @@ class Batch:
         self._read_again(row, finished)
 
     def _read_again(self, row: Continuation, finished: str | None) -> None:
-        """Note an answer whose text has more whole pieces than its prompt; shorter ones of the same text are done."""
+        """Queue an answer whose text has more whole pieces than its prompt; drop shorter ones of the same text."""
         if self.cache is None or finished not in KEEPING:
             return
         spacing = self.cache.spacing
@@ -401,7 +400,7 @@ class Batch:
             self.answers.append(new)
 
     def _observe(self, keys: list[tuple[int, int]], ids: Sequence[int], start: int, hidden: Tensor) -> None:
-        """Tell the drafter what the model's head has read."""
+        """Pass the inputs of the model's head to the drafter."""
         assert self.drafter is not None
         try:
             for key in keys:
@@ -417,7 +416,7 @@ class Batch:
             self.failed(error, "the drafter could not forget request %d", row.handle.number)
 
     def finish(self, row: Continuation, finished: str, error: Exception | None = None) -> None:
-        """Tell the handle that a continuation has ended."""
+        """Notify the handle that a continuation has ended."""
         self._tell(row, row.event(finished=finished, error=None if error is None else _text(error)))
 
     def _forget(self, job: Job) -> None:
@@ -438,7 +437,7 @@ class Batch:
         self.fail_rows(error)
 
     def fail_rows(self, error: Exception) -> None:
-        """End all continuations that run, and empty the pool, whatever state it is in."""
+        """End all running continuations, and empty the pool in any state."""
         rows, self.rows = self.rows, []
         self._lineup = self._under_way = None
         for job, row in rows:
@@ -450,7 +449,7 @@ class Batch:
         self.pool.clear()
 
     def fail_all(self, error: Exception) -> None:
-        """End everything that was admitted."""
+        """End all admitted requests."""
         self.answers.clear()
         for job in list(self.jobs):
             self.fail(job, error)

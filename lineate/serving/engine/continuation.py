@@ -1,4 +1,4 @@
-"""One continuation of a prompt: its tokens so far, and how the next one is chosen."""
+"""One continuation of a prompt: its tokens so far, and the choice of the next one."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from lineate.serving.engine.requests import Event, Guide, Handle, TokenLogprob
 
 
 class Continuation:
-    """A row that runs, or is about to.
+    """A row that runs or is about to run.
 
     Args:
         handle: The handle of its request.
@@ -28,13 +28,13 @@ class Continuation:
         self.sampling = replace(request.sampling, seed=seed if seed < 2**64 else seed - 2**64)
         self.guide: Guide | None = None
         self.draw: Draw | None = None
-        """How its tokens are drawn; None if a guide has a say, or log-probabilities are asked for."""
+        """Its sampling options; None if there is a guide or log-probabilities are requested."""
         self.adjusts = False
         """Whether its logits are changed by penalties or biases before a token is drawn."""
         self.ids = list(request.ids)
         """The prompt and the tokens so far."""
         self.end = len(request.ids) + limit
-        """How many tokens it may have, the prompt included."""
+        """The most tokens that it may have, including the prompt."""
         self.stop_tokens = request.stop_tokens
         self.over = False
         """Whether it has left its row."""
@@ -67,7 +67,7 @@ class Continuation:
 
     @property
     def left(self) -> int:
-        """How many more tokens it may have."""
+        """The number of tokens that it may still add."""
         return self.end - len(self.ids)
 
     def take(self, token: int) -> str | None:
@@ -104,7 +104,7 @@ _PLAIN = Sampling()
 
 
 class Lineup:
-    """Continuations in the order of their rows, and how the next token of each is drawn.
+    """Continuations in the order of their rows, and the draw of the next token of each.
 
     Args:
         rows: The continuations.
@@ -118,22 +118,22 @@ class Lineup:
         self._adjusts = any(row.adjusts for row in rows)
         self._seen = [row.seen for row in rows]
         self.stop_tokens = frozenset[int]().union(*{row.stop_tokens for row in rows})
-        """The tokens that end some row."""
+        """The tokens that end at least one row."""
         self.left = min(row.left for row in rows)
-        """How many tokens every row may still have."""
+        """The number of tokens that every row may still add."""
 
     def choose(self, logits: Tensor, positions: Tensor) -> "NextTokens":
         """Begin to choose the next tokens, without waiting for the device.
 
         Args:
-            logits: `rows vocab`; nothing else may change them.
+            logits: `rows vocab`; they must not be changed elsewhere.
             positions: The index of each row's next token in its sequence, `rows`.
         """
         changed = adjusted(logits, self._options, self._seen) if self._adjusts else logits
         return NextTokens(self, logits, self._draws.try_tokens(changed, positions))
 
     def goes_on(self, tokens: list[int]) -> bool:
-        """Whether none of these tokens ends its row, and the ones after them can be drawn before they are taken."""
+        """Whether none of these tokens ends its row, so that the next ones can be drawn before these are taken."""
         within = self.left > 0 and self.stop_tokens.isdisjoint(tokens)
         return within and not self._adjusts and min(tokens) >= 0
 
@@ -144,13 +144,13 @@ class NextTokens:
     Args:
         lineup: The continuations.
         logits: `rows vocab`.
-        drawn: The tokens `rows`; -1 where one must be chosen in another way.
+        drawn: The tokens `rows`; -1 where one must be chosen on the host.
     """
 
     def __init__(self, lineup: Lineup, logits: Tensor, drawn: Tensor) -> None:
         self.lineup = lineup
         self.drawn: Tensor | None = drawn
-        """The tokens on the device, `rows`; None if some were chosen in another way."""
+        """The tokens on the device, `rows`; None if some were chosen on the host."""
         self.all_go_on = False
         """Whether the next step may begin before the tokens are taken; known after wait."""
         self._logits, self._host, self._copied = logits, drawn, None
@@ -229,7 +229,7 @@ class PromptLogprobs:
         self.entries: list[TokenLogprob] = []
 
     def read(self, start: int, hidden: Tensor) -> None:
-        """Take what the model's head could read of a piece; logits exist for a few tokens at a time.
+        """Receive the inputs of the model's head of a piece; logits are computed for a few tokens at a time.
 
         Args:
             start: The index of the piece's first token.

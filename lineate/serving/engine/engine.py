@@ -1,12 +1,11 @@
 """The engine: continuous batching of many requests over one model.
 
-A step ends what was cancelled, admits waiting requests while their planned bytes fit, reads one piece of one prompt,
-and decodes one token of every running row, or several that were guessed. Rows join and leave between any two tokens.
-On a GPU the model's next step begins before the tokens of the last one are delivered (batch.py).
-While there is nothing else to do, a step reads a piece of an answer again, to keep a state for the next turn.
-What a request yields depends on its prompt, its sampling options and its seed, never on what else runs: prompts are
-read in fixed pieces (reading.py), and a token is a pure function of its logits, the seed and its position
-(generation/choice.py).
+A step ends cancelled requests, admits waiting requests while their planned bytes fit, reads one piece of one prompt,
+and decodes one token of every running row, or several that were guessed. Rows join and leave between any two tokens. On
+a GPU the model's next step begins before the tokens of the last one are delivered (batch.py). If there is no other
+work, a step reads a piece of an answer again, to keep a state for the next turn. The tokens of a request depend on its
+prompt, its sampling options and its seed, never on other requests: prompts are read in fixed pieces (reading.py), and a
+token is a pure function of its logits, the seed and its position (generation/choice.py).
 """
 
 import logging
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine holds and has done.
+    """State and counts of an engine.
 
     Args:
         waiting: Requests in the queue.
@@ -107,9 +106,9 @@ class Engine:
         most_guesses: The most guesses for each row in a step.
         overlap: Whether a step of the model begins before the tokens of the last one are delivered; None: on a GPU,
             where the device computes while the host delivers. A drafter prevents it. Tokens do not depend on it.
-        state_dtype: "bfloat16" keeps the memories of running rows in half the bytes, where a layer's can be; None:
+        state_dtype: "bfloat16" keeps the memories of running rows in half the bytes, for layers that support it; None:
             float32. Prompts are read, and their states are kept, in float32.
-        state_rounding: How bfloat16 memories are rounded after every token: "nearest", or "stochastic", with random
+        state_rounding: The rounding of bfloat16 memories after every token: "nearest", or "stochastic", with random
             numbers that depend on a token's position alone.
         poison: Whether rows that are freed are overwritten with NaN, for tests.
         clock: Returns seconds, for deadlines.
@@ -143,9 +142,9 @@ class Engine:
             raise ValueError(f"cache must have the engine's spacing, {spacing}, got {cache.spacing}")
         self.model, self.spacing, self.queue, self.clock = model.eval(), spacing, queue, clock
         self.timer: Callable[[], float] = time.perf_counter
-        """Returns seconds, for what it takes to read a piece of a prompt."""
+        """Returns seconds, for the time to read a piece of a prompt."""
         self.on_failure: Callable[[Exception], None] = lambda error: None
-        """Called with what went wrong in a step before the engine goes on without it; what it raises ends the step."""
+        """Called with the exception of a step before the engine continues without it; if it raises, the step ends."""
         self.slots, self.context, self.cache = slots, context, cache
         drafted = getattr(drafter, "row_nbytes", None)
         self.plan = Plan(
@@ -163,7 +162,7 @@ class Engine:
         self._closed = False  # accepts no more requests
         self._thread: threading.Thread | None = None
 
-    # What other threads call.
+    # Called by other threads.
 
     def submit(self, request: Request, listener: Listener | None = None) -> Handle:
         """Put a request into the queue; any thread may do so.
@@ -209,7 +208,7 @@ class Engine:
         """Raise EngineStopped or QueueFull if no request can be submitted now.
 
         Args:
-            more: Requests that are about to be submitted, beside those that wait.
+            more: Requests that are about to be submitted, besides those that wait.
         """
         with self._changed:
             waiting = len(self._waiting) + more
@@ -224,7 +223,7 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """What the engine holds and has done; any thread may ask."""
+        """State and counts of the engine; any thread may read them."""
         with self._changed:
             batch = self._batch
             return EngineStats(
@@ -246,7 +245,7 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether its thread runs; any thread may ask."""
+        """Whether its thread runs; any thread may read it."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
@@ -257,7 +256,7 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """Accept no more requests, and give up answers that wait to be read again; requests that run go on."""
+        """Accept no more requests, and drop answers that wait to be read again; running requests continue."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -294,7 +293,7 @@ class Engine:
         with self._changed:
             return bool(self._waiting or self._batch.jobs or (self._batch.answers and not self._closed))
 
-    # What runs in the engine's thread.
+    # Called in the engine's thread.
 
     def _run(self) -> None:
         while True:
@@ -305,7 +304,7 @@ class Engine:
                     return
             try:
                 self.step()
-            except Exception:  # not even the requests could be failed; the next ones may be served
+            except Exception:  # the requests could not be ended with an error; later ones may work
                 logger.exception("the engine could not recover from a failed step")
 
     def step(self) -> bool:
@@ -321,13 +320,13 @@ class Engine:
                 self._batch.decode()
                 if idle:
                     self._read_answer()
-            except Exception as error:  # a mistake of ours: what was admitted fails, and the engine goes on
+            except Exception as error:  # an internal error: the admitted requests fail, and the engine continues
                 self._failed(error, "a step of the engine failed")
                 self._batch.fail_all(error)
             return self._busy()
 
     def _failed(self, error: Exception, message: str, *args: object) -> None:
-        """Log what went wrong in a step, if the engine may go on without it."""
+        """Log the exception of a step, if the engine may continue without it."""
         self.on_failure(error)
         logger.error(message, *args, exc_info=error)
 
@@ -343,7 +342,7 @@ class Engine:
                 self._batch.finish(Continuation(waiting.handle, n, 0, 0), finished)
 
     def _admit(self) -> None:
-        """Admit waiting requests in their order, while all that was admitted fits into the memory."""
+        """Admit waiting requests in order, while all admitted ones fit into the memory."""
         while True:
             with self._changed:
                 waiting = self._waiting[0] if self._waiting else None

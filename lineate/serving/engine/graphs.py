@@ -1,8 +1,8 @@
 """The steps of a pool on a GPU: each is a CUDA graph, one for each number of rows, of tokens, and window.
 
-A graph replays the launches of a step at the same addresses, without the host. So the pool's tensors stay where they
-are, rows that do not run go through the step too (their length stays 0), and rows and guesses are filled up to powers
-of two, so that few graphs are met.
+A graph replays the launches of a step at the same addresses, without the host. So the pool's tensors keep their
+addresses, idle rows are part of the step too (their length stays 0), and the numbers of rows and guesses are rounded up
+to powers of two, so that few graphs are needed.
 """
 
 import logging
@@ -44,7 +44,7 @@ class PoolTensors(NamedTuple):
         caches: `rows capacity ...` by layer and name.
         lengths: The tokens of each row, `rows`.
         capacity: The most tokens that a row can have.
-        format: How the memories are kept.
+        format: The format of the memories.
     """
 
     memories: Tensors
@@ -94,18 +94,18 @@ class GraphedSteps:
         """1 for rows that run, `rows`."""
         self.counts = torch.zeros_like(tensors.lengths)
         """How many tokens of a trail each row keeps, `rows`; 0 except while a trail is accepted."""
-        self._own_lengths: dict[int, bool] = {}  # whether attention reads no further than each row's length, by t
+        self._own_lengths: dict[int, bool] = {}  # whether attention reads only up to each row's length, by t
         self._kept: dict[Hashable, object] = {}
         # All graphs share the memory of their intermediate results: nothing of a replay is read after the next one.
         self._memory = torch.cuda.graph_pool_handle()
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is allocated beside the pool's tensors."""
+        """The tensors that are allocated besides the pool's."""
         return [self.ids, self.runs, self.counts]
 
     def step(self, ids: Tensor, longest: int) -> tuple[Tensor, ...]:
-        """Read ids `rows 1`; return logits and what the head has read.
+        """Read ids `rows 1`; return logits and the inputs of the head.
 
         Args:
             ids: One token of each running row.
@@ -118,7 +118,7 @@ class GraphedSteps:
         return self._read(running, window) if graph is None else graph.replay()
 
     def trail(self, ids: Tensor, longest: int) -> tuple[tuple[Tensor, ...], int] | None:
-        """Read ids `rows t`, filled up to one more than a power of two; return logits and hidden, and the new t.
+        """Read ids `rows t`, padded to one more than a power of two; return logits and hidden, and the new t.
 
         Then call accept. None if the trail cannot be recorded, or is too long for the capacity.
 
@@ -141,11 +141,11 @@ class GraphedSteps:
         """Keep the first tokens of each row of the last trail.
 
         Args:
-            counts: How many, one number for each running row.
+            counts: One number for each running row.
         """
         self.counts[: len(counts)] = counts
         self._accept.graph.replay()
-        self.counts.zero_()  # rows that do not run, and trails that are recorded, accept nothing
+        self.counts.zero_()  # idle rows, and speculative passes that are recorded, accept nothing
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -165,14 +165,14 @@ class GraphedSteps:
                 self._recorded((rows, window, t), partial(self._record_trail, rows, window, t))
 
     def _rounded(self, running: int) -> int:
-        """Return how many rows a graph has in which the running ones fit."""
+        """Return the number of rows of a graph into which the running ones fit."""
         return min(self._rows, 1 << (running - 1).bit_length())
 
     def _window(self, needed: int, t: int) -> int:
-        """Return how many entries attention looks at when it reads t new tokens.
+        """Return the window of attention, in entries, for t new tokens.
 
-        That is all of them where they are only read as far as a row has any. Other windows grow by at least an eighth,
-        so that few are met.
+        This is the capacity where kernels read only up to each row's length. Other windows grow by at least an eighth,
+        so that few are needed.
         """
         capacity = self._given.capacity
         if t not in self._own_lengths:
@@ -186,7 +186,7 @@ class GraphedSteps:
         return min(window, capacity)
 
     def _recorded(self, key: Hashable, record: Callable[[], Step]) -> Step | None:
-        """Return a recorded step, those that were used last being kept; None if the model cannot be recorded."""
+        """Return a recorded step from a least-recently-used cache; None if the model cannot be recorded."""
         if not self.graphed:
             return None
         step = self._kept.pop(key, None)
@@ -195,7 +195,7 @@ class GraphedSteps:
                 del self._kept[next(iter(self._kept))]
             try:
                 step = record()
-            except RuntimeError as error:  # memories that learn look at their position, which a graph cannot
+            except RuntimeError as error:  # memories that learn read their position on the host, which a graph cannot
                 logger.warning("this model decodes without CUDA graphs: %s", error)
                 self.graphed = False
                 return None
@@ -203,7 +203,7 @@ class GraphedSteps:
         return step  # type: ignore[return-value]
 
     def _changing(self) -> list[Tensor]:
-        """Return what a step changes; of the caches it writes only what lies after the last token."""
+        """Return the tensors that a step changes; in the caches it writes only after the last token."""
         return [self._lengths, *(x for own in self._given.memories.values() for x in own.values())]
 
     def _read(self, rows: int, window: int) -> tuple[Tensor, ...]:

@@ -35,7 +35,7 @@ def propose(
         rows: The continuations.
         most: The most guesses for each.
         vocab: The tokens of the vocabulary.
-        failed: Called with what the drafter raises.
+        failed: Called with the drafter's exception.
     """
     try:
         found = drafter.propose([DraftRow(row.key, row.ids, row.sampling, row.seen) for row in rows], most)
@@ -45,14 +45,14 @@ def propose(
         return None
     try:
         guesses = [_permitted(row, own[: min(most, row.left - 1)], vocab) for row, own in pairs]
-    except Exception:  # of a guide, which fails alike wherever it is asked
+    except Exception:  # the guide's exception, which is the same for every call
         logger.exception("a guide could not follow the guesses; this step goes without")
         return None
     return guesses if any(own.tokens for own in guesses) else None
 
 
 def _permitted(row: Continuation, tokens: list[int], vocab: int) -> Guesses:
-    """Return the guesses before the first that ends the continuation, is no token, or is forbidden by its guide."""
+    """Return the guesses before the first that ends the continuation, is not a token, or is forbidden by its guide."""
     ends = row.handle.request.stop_tokens
     over = (n for n, token in enumerate(tokens) if token in ends or not 0 <= token < vocab)
     tokens = tokens[: next(over, len(tokens))]
@@ -63,7 +63,7 @@ def _permitted(row: Continuation, tokens: list[int], vocab: int) -> Guesses:
 
 
 def _walk(guide: Guide, tokens: list[int], vocab: int) -> list[Tensor]:
-    """Return what a guide allows first, and after each guess up to the first that it forbids or ends with."""
+    """Return the tokens that a guide allows first and after each guess, up to the first forbidden or last guess."""
     allowed, advanced = [guide.allowed(vocab)], 0
     try:
         for token in tokens:
@@ -83,7 +83,7 @@ def _walk(guide: Guide, tokens: list[int], vocab: int) -> list[Tensor]:
 
 
 def padded(rows: Sequence[Continuation], guesses: Sequence[Guesses]) -> list[list[int]]:
-    """Return what each row reads: its last token, its guesses, and some token where other rows have more guesses."""
+    """Return the tokens to read: each row's last token, its guesses, and padding where other rows have more guesses."""
     t = 1 + max(len(own.tokens) for own in guesses)
     read = [[row.ids[-1], *own.tokens] for row, own in zip(rows, guesses, strict=True)]
     return [own + own[-1:] * (t - len(own)) for own in read]

@@ -1,17 +1,17 @@
 """One engine on several ranks that share a model: all make the same steps, in the same order.
 
-    front = Lockstep(engine, link)           # on every rank, around an engine that is made alike
+    front = Lockstep(engine, link)           # on every rank, around an identical engine
     front.start()                            # rank 0: serves as an Engine does
     front.follow()                           # the others: until rank 0 has stopped
 
-Before each step, rank 0 sends what has happened since the last one: requests as plain data, continuations that are to
-end, and the time. Every rank then tells its own engine the same and lets it make a step. What an engine decides follows
-from that, from the tokens, and from seconds that rank 0 measures for all (`Engine.timer`); where a rank may find
-something else than the others, in memory or on its disk, the caches ask each other (peers.py). So all ranks make the
-same calls of the model, and rank 0 alone delivers what comes of them.
+Before each step, rank 0 sends the events since the last one: requests as plain data, continuations to end, and the
+time. Every rank then passes them to its own engine and runs a step. An engine's decisions follow from these events,
+from the tokens, and from times that rank 0 measures for all (`Engine.timer`); where ranks may differ, in memory or on
+disk, the caches agree with each other (peers.py). So all ranks make the same calls of the model, and only rank 0
+delivers the results.
 
-With every step rank 0 sends a checksum of all events so far. A rank that has others has gone astray, and ends the job;
-so does a rank on which anything fails that an engine of one process would survive.
+With every step rank 0 sends a checksum of all events so far. A rank with a different checksum has diverged and ends the
+job; so does a rank with any failure, even one that an engine of one process would survive.
 """
 
 import logging
@@ -33,7 +33,7 @@ from lineate.serving.engine.requests import EngineStopped, Event, Guide, Handle,
 logger = logging.getLogger(__name__)
 
 Happening = list[Any]
-"""["submit", number, time, request], ["end", number, index, as what], or ["close"]; as JSON can hold it."""
+"""["submit", number, time, request], ["end", number, index, reason], or ["close"]; JSON values."""
 
 
 class Lockstep:
@@ -53,13 +53,13 @@ class Lockstep:
         self._own: dict[int, Handle] = {}
         """The handles of this rank's engine, by number."""
         self._handles: dict[int, Handle] = {}
-        """The handles that rank 0 has given out and that have not ended, by number."""
+        """The handles of rank 0 that have not ended, by number."""
         self._checksum = 0
         self._busy = False
-        self._changed = threading.Condition()  # guards what follows, and the handles that were given out
+        self._changed = threading.Condition()  # guards the fields below, and the handles of rank 0
         self._number = 0
         self._new: list[Happening] = []
-        self._ending: set[int] = set()  # handles of which something is to end
+        self._ending: set[int] = set()  # handles with continuations to end
         self._told: set[tuple[int, int]] = set()  # continuations whose end was sent
         self._closed = self._stopping = self._stopped = False
         self._given_up: str | None = None
@@ -68,7 +68,7 @@ class Lockstep:
         if link.rank == 0:
             link.watch(self._give_up)
 
-    # What rank 0 is used for, by any thread.
+    # Called on rank 0 by any thread.
 
     def watch(self, callback: Callable[[str], None]) -> None:
         """Have a function called with the reason, in another thread, if the job ends early; all requests have failed.
@@ -93,7 +93,7 @@ class Lockstep:
 
     @property
     def cache(self) -> StateCache | None:
-        """What keeps this rank's part of the states."""
+        """The cache of this rank's part of the states."""
         return self._engine.cache
 
     @property
@@ -103,7 +103,7 @@ class Lockstep:
 
     @property
     def stats(self) -> EngineStats:
-        """What the engine holds and has done, with requests that the next step will submit."""
+        """State and counts of the engine, including requests that the next step will submit."""
         with self._changed:
             found = self._engine.stats
             return replace(found, waiting=found.waiting + self._unsent)
@@ -173,11 +173,11 @@ class Lockstep:
             self._step(last=True)
 
     def _goes_on(self) -> bool:
-        """Whether requests are left that go on."""
+        """Whether there are unfinished requests."""
         with self._changed:
             return self._link.ended is None and not self._stopped and (self._busy or bool(self._new))
 
-    # What runs in the thread of rank 0's engine.
+    # Called in the thread of rank 0's engine.
 
     def _run(self) -> None:
         try:
@@ -194,7 +194,7 @@ class Lockstep:
                 self._link.fail(error)
 
     def step(self) -> bool:
-        """Make one step on all ranks; return whether anything is left to do. Only rank 0 calls this."""
+        """Run one step on all ranks; return whether work is left. Only rank 0 calls this."""
         if not self._stopped:
             self._step()
         return self._goes_on()
@@ -207,7 +207,7 @@ class Lockstep:
         self._make(now, last, happened)
 
     def _ends(self) -> list[Happening]:
-        """Return what is to end since the last step."""
+        """Return the continuations to end since the last step."""
         found: list[Happening] = []
         for number in sorted(self._ending):
             handle = self._handles.get(number)
@@ -218,15 +218,15 @@ class Lockstep:
         self._ending.clear()
         return found
 
-    # What runs on every rank.
+    # Called on every rank.
 
     def follow(self) -> None:
-        """Make rank 0's steps until it stops; on every other rank."""
+        """Follow rank 0's steps until it stops; called on every other rank."""
         while self.follow_step():
             pass
 
     def follow_step(self) -> bool:
-        """Make one step of rank 0's; return False if it was the last."""
+        """Follow one step of rank 0; return False if it was the last."""
         now, checksum, last, happened = self._link.receive("step")
         if checksum != self._checksum:
             self._link.fail(RuntimeError("it has chosen other tokens than rank 0"))
@@ -234,7 +234,7 @@ class Lockstep:
         return not last
 
     def _make(self, now: float, last: bool, happened: list[Happening]) -> None:
-        """Tell the engine what has happened, and let it make a step, or end what it has if this is the last."""
+        """Pass the events to the engine, and run a step, or end all requests if this is the last."""
         for what, *about in happened:
             if what == "submit":
                 self._submit(*about)
@@ -261,7 +261,7 @@ class Lockstep:
             (handle.stop if finished == "stop" else handle.cancel)(index)
 
     def _deliver(self, number: int, event: Event) -> None:
-        """Take an event of this rank's engine, and give it to whoever listens on rank 0."""
+        """Receive an event of this rank's engine, and on rank 0 pass it to the listener."""
         said = f"{number} {event.index} {event.tokens} {event.finished}"
         self._checksum = zlib.crc32(said.encode(), self._checksum)
         ended = False
@@ -283,7 +283,7 @@ class Lockstep:
     def _put(self, handle: Handle, event: Event) -> None:
         try:
             handle.put(event)
-        except BaseException:  # nobody listens any more; the other ranks learn of it before the next step
+        except BaseException:  # the listener is gone; the other ranks are told before the next step
             logger.exception("the listener of request %d failed; the request is cancelled", handle.number)
             handle.cancel()
 
@@ -303,7 +303,7 @@ class Lockstep:
 
 
 def plain_request(request: Request) -> dict[str, Any]:
-    """Return a request as JSON can hold it.
+    """Return a request as JSON values.
 
     Args:
         request: The request; a guide must have its grammar as text.
@@ -324,10 +324,10 @@ def plain_request(request: Request) -> dict[str, Any]:
 
 
 def read_request(plain: dict[str, Any], guides: Callable[[str], Guide] | None = None) -> Request:
-    """Return the request that plain_request has written, with the checks of a new one.
+    """Return the request of plain_request's values, with the checks of a new one.
 
     Args:
-        plain: What was written.
+        plain: The values.
         guides: Returns the guide of a grammar.
     """
     sampling = plain["sampling"]

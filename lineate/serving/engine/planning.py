@@ -1,13 +1,14 @@
-"""Which requests may run at the same time: the bytes of their states, planned before anything is allocated.
+"""Plans which requests may run at the same time, from the bytes of their states, before anything is allocated.
 
     the pool               rows * (memories + capacity * bytes a token); while it is resized, both the old and the new
     a step                 the new memories of all rows, before the old ones are freed
     guesses                the states of a drafter that is a model
     a prompt being read    its state with room for the whole prompt, and a copy of what is kept on the way
-    an answer read again   the same for its tokens, while nothing else is there
+    an answer read again   the same for its tokens, while there is no other work
 
-A request is admitted when all of this fits into the memory, with its rows and its longest length; so nothing that was
-admitted ever runs out of memory. An answer holds no state once a request comes, and is given up if it does not fit.
+A request is admitted when all of this fits into the memory, with its rows and its longest length; so no admitted
+request ever runs out of memory. An answer that is read again frees its state when a request arrives, and is dropped if
+it does not fit.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,10 +26,10 @@ CAPACITY_STEP = 64
 
 @dataclass(frozen=True)
 class Need:
-    """What one request needs.
+    """The needs of one request.
 
     Args:
-        rows: How many rows it will run.
+        rows: The number of its rows.
         prompt: The tokens of its prompt.
         total: The most tokens that a row of it can have.
         reads: Whether its prompt is still to be read.
@@ -62,7 +63,7 @@ class Plan:
         context: The most tokens that a row may have.
         memory_bytes: The most bytes for the pool and for the prompts being read; None: no limit.
         margin: Tokens that a row may have beyond its request, for guesses that are refused.
-        drafted: Returns the most bytes that a drafter keeps for a row of so many tokens; None: it keeps none.
+        drafted: Returns the most bytes that a drafter keeps for a row of a number of tokens; None: it keeps none.
         state_dtype: The dtype of the pool's memories, as Engine has it; prompts are read as the layers compute.
     """
 
@@ -83,13 +84,13 @@ class Plan:
         self._token = model.state_nbytes(1, 1) - self._computed
 
     def capacity(self, total: int) -> int:
-        """Return the capacity of a pool whose longest row can have so many tokens."""
+        """Return the capacity of a pool whose longest row can have `total` tokens."""
         return round_up(total + self.margin, CAPACITY_STEP)
 
     def pool_nbytes(self, shape: Shape) -> int:
-        """Return the bytes of a pool, and of what a step of all its rows makes before it frees the old memories."""
+        """Return the bytes of a pool, and of the new memories of a step before the old ones are freed."""
         numbers = ROW_NUMBERS[self.model.device.type == "cuda"]
-        versions = 1 if not self.margin else 2 + self.margin  # guesses: after each token, and what is accepted
+        versions = 1 if not self.margin else 2 + self.margin  # guesses: after each token, and the accepted memory
         made = versions * self._memories
         row = self._memories + shape.capacity * self._token
         return shape.rows * (row + numbers * 8 + made) + self._drafted_nbytes(shape)
@@ -99,7 +100,7 @@ class Plan:
         return 0 if self.drafted is None else shape.rows * self.drafted(shape.capacity)
 
     def _read_nbytes(self, tokens: int) -> int:
-        """Return the bytes of a prompt of so many tokens that is being read, and of what is kept on the way."""
+        """Return the bytes of a prompt of `tokens` tokens that is being read, with the kept copies."""
         return 2 * (self._computed + tokens * self._token)
 
     def reading_nbytes(self, need: Need) -> int:
@@ -116,8 +117,8 @@ class Plan:
         """Return the shape that the pool must have for these requests, its own if that suffices; None if none fits.
 
         Args:
-            pool: The pool as it is.
-            needs: What all requests need that run, are read, or are to be admitted.
+            pool: The current pool.
+            needs: The needs of all requests that run, are read, or are to be admitted.
         """
         needs = list(needs)
         rows, capacity = sum(x.rows for x in needs), self.capacity(max(x.total for x in needs))
@@ -136,17 +137,17 @@ class Plan:
         return None
 
     def has_room(self, pool: Pool, needs: Iterable[Need]) -> bool:
-        """Whether the prompts of these requests may be read while the pool is as it is.
+        """Whether the prompts of these requests may be read with the current pool.
 
         Args:
-            pool: The pool as it is.
-            needs: What all requests need that run or are read.
+            pool: The current pool.
+            needs: The needs of all requests that run or are read.
         """
         shape = Shape(pool.rows, pool.capacity)
         return self._fits(self.pool_nbytes(shape) + sum(map(self.reading_nbytes, needs)))
 
     def most_tokens(self, rows: int, prompt: int) -> int:
-        """Return how many tokens a request can have that has the engine to itself; less than its prompt: none."""
+        """Return how many tokens a request can have if no other runs; fewer than its prompt: it does not fit."""
         low, high = 0, self.context
         while low < high:  # the greatest total that fits
             middle = (low + high + 1) // 2

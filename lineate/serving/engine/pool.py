@@ -20,8 +20,8 @@ from lineate.models.trail import ModelTrail
 from lineate.serving.engine.graphs import GraphedSteps, PoolTensors
 
 ROW_NUMBERS = (1, 4)
-"""How many int64 a row has beside its state, on a CPU and on a GPU: its length; its next token, whether it runs, and
-how many tokens of a trail it keeps."""
+"""The number of int64 that a row has besides its state, on a CPU and on a GPU: its length; its next token, whether it
+runs, and how many tokens of a trail it keeps."""
 
 
 class Pool:
@@ -42,8 +42,8 @@ class Pool:
         model: The model, in eval mode; the states have the dtypes of its state_spec.
         rows: The most rows that can run.
         capacity: The most tokens that a row can have.
-        poison: Whether a row that leaves is overwritten with NaN, so that a test notices who reads it later.
-        format: How memories are kept; a state that joins is converted, and row returns it as it is kept.
+        poison: Whether a row that leaves is overwritten with NaN, so that tests detect later reads.
+        format: The format of the memories; a joining state is converted, and row returns it in this format.
     """
 
     def __init__(
@@ -60,10 +60,13 @@ class Pool:
         self.lengths: list[int] = []
         """The tokens that each running row has read."""
         self.hidden: Tensor | None = None
-        """The input of the model's head in the last step or trail, `rows t hidden`; None after a step wholly in C."""
+        """The inputs of the model's head in the last step or speculative pass, `rows t hidden`.
+
+        None after a step that C computes entirely.
+        """
         self._grows = model.device.type != "cuda"  # memories have only the running rows
         self._steps: GraphedSteps | None = None
-        self._graphed = True  # until a step cannot be recorded
+        self._graphed = True  # unless a step cannot be recorded
         self._allocate(rows, capacity)
 
     @torch.inference_mode(False)
@@ -98,7 +101,7 @@ class Pool:
         return PoolTensors(self._memories, self._caches, self._lengths, self.capacity, self.format)
 
     def _free_steps(self) -> None:
-        """Drop the graphs, and with them what they keep alive, once the device has replayed them."""
+        """Free the graphs and the tensors that they keep alive, after the device has replayed them."""
         if self._steps is not None:
             torch.cuda.synchronize(self.device)
             self._graphed = self._steps.graphed
@@ -124,7 +127,7 @@ class Pool:
 
     @property
     def waits(self) -> bool:
-        """Whether step returns when the tokens are read; on a GPU it returns when they are about to be."""
+        """Whether step is synchronous; on a GPU it returns before the tokens have been read."""
         return self._grows
 
     @property
@@ -140,7 +143,7 @@ class Pool:
         return sum(x.nbytes for x in self.tensors)
 
     def nbytes(self, rows: int, capacity: int) -> int:
-        """Return the bytes of a pool with so many rows, all running, and so much capacity."""
+        """Return the bytes of a pool with the given rows, all running, and capacity."""
         numbers = ROW_NUMBERS[not self._grows]
         return rows * (sum(spec.nbytes(capacity) for layer in self._specs for spec in layer) + 8 * numbers)
 
@@ -216,7 +219,7 @@ class Pool:
             raise ValueError(f"count must be between 1 and the {self.rows - row} free rows, got {count}")
         if n > self.capacity:
             raise ValueError(f"state must have at most capacity = {self.capacity} tokens, got {n}")
-        if self._grows:  # all of them before any is exchanged, so that a failure changes nothing
+        if self._grows:  # all are computed before any is exchanged, so that a failure changes nothing
             self._memories = {
                 layer: {name: torch.cat([x, *[state.layers[layer][name].to(x)] * count]) for name, x in memory.items()}
                 for layer, memory in self._memories.items()
@@ -230,7 +233,7 @@ class Pool:
             for name, x in cache.items():
                 x[rows, :n] = state.layers[layer][name][:, :n].to(x)
                 x[rows, n : max(self._used[rows])].zero_()
-        self._lengths[rows].fill_(n)  # an assigned number would wait for the device
+        self._lengths[rows].fill_(n)  # assigning a Python number would wait for the device
         if self._steps is not None:
             self._steps.runs[rows].fill_(1)
         self._used[rows] = [n] * count
@@ -286,7 +289,7 @@ class Pool:
             x.fill_(float("nan") if x.is_floating_point() else 0)
 
     def clear(self) -> None:
-        """Remove all rows, in whatever state a failed step has left them."""
+        """Remove all rows, in any state after a failed step."""
         self._trail = None
         rows, capacity = self.rows, self.capacity
         self.lengths.clear()

@@ -1,9 +1,9 @@
 """Reading a prompt, one piece at a time, always in the same pieces.
 
-A prompt is cut at the multiples of a spacing, counted from its first token. Each piece is read by itself with b = 1,
-whatever else runs, so the state at a cut has the same bits in every run, and may be kept and continued later as if the
-prompt had been read whole. Tokens that were decoded one by one are rounded otherwise: they are read again, in these
-pieces, before the state after them is kept for others.
+A prompt is cut at the multiples of a spacing, counted from its first token. Each piece is read separately with b = 1,
+so the state at a cut has the same bits in every run, and may be kept and continued later as if the prompt had been read
+whole. Decoding tokens one by one rounds differently: decoded tokens are read again, in these pieces, before the state
+after them is kept for others.
 """
 
 import logging
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 def log_failure(error: Exception, message: str, *args: object) -> None:
-    """Log an exception that is survived.
+    """Log a handled exception.
 
     Args:
         error: The exception.
-        message: What it means.
+        message: Its meaning.
         args: The arguments of the message.
     """
     logger.error(message, *args, exc_info=error)
@@ -47,7 +47,7 @@ class Reading:
         ids: The prompt.
         spacing: The tokens of a piece.
         cache: Where states are looked up and kept; None: nowhere.
-        clock: Returns seconds, for what it costs to make a state.
+        clock: Returns seconds, to measure the cost of a state.
         failed: Called with an exception of the cache, without which the prompt is read, and the message to log it with.
     """
 
@@ -68,14 +68,14 @@ class Reading:
         self.cached_tokens = 0
         """How many of them came from the cache."""
         self.read = 0
-        """How many tokens were read here, not found in the cache."""
+        """The number of tokens that were read, not found in the cache."""
         self.state: ModelState | None = None
         self.logits: Tensor | None = None
         """The logits of the last token, `vocab`, once all are read."""
         self.on_read: Callable[[int, Tensor], None] | None = None
-        """Receives what the model's head could read of each piece, `n hidden`, and the index of its first token."""
+        """Receives the inputs of the model's head of each piece, `n hidden`, and the index of its first token."""
         self.begun = False
-        """Whether the cache was asked."""
+        """Whether the cache was queried."""
         self.released = False
         """Whether the state was freed."""
         self.kept = False
@@ -98,7 +98,7 @@ class Reading:
         return sum(x.nbytes for layer in layers for x in layer.tensors.values())
 
     def shared_stop(self, other: "Reading") -> int:
-        """Return the last place up to which this prompt can continue from a state that reading the other one keeps."""
+        """Return the last position at which this prompt can continue from a state that reading the other one keeps."""
         low, high = 0, min(len(self.ids), len(other.ids))
         while low < high:  # how many first tokens are the same
             middle = (low + high + 1) // 2
@@ -149,11 +149,11 @@ class Reading:
         if self.state is None and not done:
             state = reserve(state, len(self.ids))
         self.state, self.position, self.logits = state, stop, logits if done else None
-        if logits is None or bool(logits.isfinite().all()):  # a fault that passes must not be kept
+        if logits is None or bool(logits.isfinite().all()):  # results of a transient fault must not be kept
             self._keep(stop, state, logits, seconds)
 
     def _keep(self, stop: int, state: ModelState, logits: Tensor | None, seconds: float) -> None:
-        """Keep a state in the cache, if there is one; the request goes on without if that fails."""
+        """Keep a state in the cache, if there is one; the request continues without it if that fails."""
         self.kept = False
         try:
             if self.cache is not None:
@@ -165,7 +165,7 @@ class Reading:
 def _read(
     model: HybridLM, ids: tuple[int, ...], state: ModelState | None, clock: Callable[[], float]
 ) -> tuple[Tensor, ModelState, float]:
-    """Read tokens after a state; return what the head could read, `1 n hidden`, the new state and the seconds."""
+    """Read tokens after a state; return the inputs of the head, `1 n hidden`, the new state and the seconds."""
     begun = clock()
     tokens = torch.tensor([ids], device=model.device)
     hidden, new = model.hidden(model.embed(tokens), state)
@@ -175,6 +175,6 @@ def _read(
 
 
 def reserve(state: ModelState, tokens: int) -> ModelState:
-    """Return the state with caches that have room for so many tokens in all, so that reading on copies nothing."""
+    """Return the state with caches that have room for `total` tokens, so that reading on copies nothing."""
     layers = tuple(x.reserve(tokens) if isinstance(x, TokenCache) else x for x in state.layers)
     return ModelState(layers, state.lengths)

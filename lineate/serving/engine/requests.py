@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: requests, their events, and the handles between them."""
+"""Requests of the engine, their events, and handles."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from lineate.generation.choice import Sampling
 
 
 class Guide(Protocol):
-    """Says which tokens may come next, for example those that keep to a grammar."""
+    """Restricts the next token, for example to a grammar."""
 
     @property
     def finished(self) -> bool:
@@ -20,11 +20,11 @@ class Guide(Protocol):
         ...
 
     def allowed(self, vocab: int) -> Tensor:
-        """Return which tokens may come next, `vocab` bool."""
+        """Return a mask of the allowed next tokens, `vocab` bool."""
         ...
 
     def advance(self, token: int) -> None:
-        """Take the next token."""
+        """Advance by a token."""
         ...
 
     def rollback(self, count: int) -> None:
@@ -32,27 +32,28 @@ class Guide(Protocol):
         ...
 
     def copy(self) -> Self:
-        """Return a guide in the same place, which advances by itself."""
+        """Return an independent copy of the guide in the same state."""
         ...
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, and how it is to be continued.
+    """A prompt and the options of its continuation.
 
     Args:
         ids: The tokens of the prompt, at least one.
         sampling: How tokens are chosen. Continuation i has the seed `sampling.seed + i`, so it equals the only
             continuation of a request with that seed.
-        max_new_tokens: The most tokens of each continuation, 0 to read the prompt alone; None: as many as the context
-            has room for.
+        max_new_tokens: The most tokens of each continuation, 0 to read the prompt alone; None: as many as fit into the
+            context.
         stop_tokens: Tokens that end a continuation; the token that was met is its last one.
         n: How many continuations of the prompt are made; the prompt is read once.
-        logprobs: If an int, events have the log-probability of each token and of so many of the likeliest ones.
+        logprobs: If an int, events have the log-probability of each token and of this number of the likeliest ones.
         guide: Restricts the tokens that can be chosen; each continuation gets a copy of it.
         timeout: Seconds after which the request ends, counted from its submission; None: never.
         prompt_logprobs: If an int, the first event of each continuation has the log-probability of each token of the
-            prompt after the first, and of so many of the likeliest ones. The prompt is read whole, without the cache.
+            prompt after the first, and of this number of the likeliest ones. The prompt is read whole, without the
+            cache.
     """
 
     ids: tuple[int, ...]
@@ -97,18 +98,18 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class Event:
-    """What has happened to one continuation of a request; it is not frozen because it is made for every token.
+    """News of one continuation of a request; it is not frozen because one is created for every token.
 
     Args:
         index: Which continuation, 0 .. n - 1.
         tokens: New tokens.
         logprobs: One entry for each new token, if the request asks for them.
-        finished: None while the continuation goes on; else why it ended: "stop" (a stop token, the guide, or
+        finished: None while the continuation runs; else why it ended: "stop" (a stop token, the guide, or
             Handle.stop), "length" (max_new_tokens), "cancelled" (Handle.cancel), "shutdown" (Engine.stop ended it),
             "timeout" or "error".
-        error: What went wrong, if finished is "error".
+        error: The message, if finished is "error".
         cached_tokens: How many tokens of the prompt were not read, because their state was kept.
-        prompt: The log-probabilities of the prompt's tokens after the first, in a first event, if they were asked for.
+        prompt: The log-probabilities of the prompt's tokens after the first, in a first event, if they were requested.
     """
 
     index: int
@@ -122,15 +123,15 @@ class Event:
 
 @dataclass
 class Completion:
-    """All that a continuation has become.
+    """The result of a continuation.
 
     Args:
         tokens: Its tokens.
         logprobs: One entry for each token, if the request asks for them.
         finished: Why it ended; None if it has not.
-        error: What went wrong, if finished is "error".
+        error: The message, if finished is "error".
         cached_tokens: How many tokens of the prompt were not read.
-        prompt: The log-probabilities of the prompt's tokens after the first, if they were asked for.
+        prompt: The log-probabilities of the prompt's tokens after the first, if they were requested.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -141,7 +142,7 @@ class Completion:
     prompt: tuple[TokenLogprob, ...] | None = None
 
     def add(self, event: Event) -> None:
-        """Take an event into account."""
+        """Add an event."""
         self.tokens += event.tokens
         self.logprobs += event.logprobs
         self.finished, self.error, self.cached_tokens = event.finished, event.error, event.cached_tokens
@@ -149,7 +150,7 @@ class Completion:
 
 
 class QueueFull(Exception):
-    """The engine has as many waiting requests as it accepts.
+    """The engine's queue is full.
 
     Args:
         waiting: How many requests wait.
@@ -165,8 +166,8 @@ class TooLong(ValueError):
     """A request needs more tokens than the context, or more memory than there is.
 
     Args:
-        message: What was asked for, and what fits.
-        fits: How many tokens, prompt and continuation together, would fit.
+        message: The requested size and the available one.
+        fits: The number of tokens, prompt and continuation together, that would fit.
     """
 
     def __init__(self, message: str, fits: int) -> None:
@@ -180,7 +181,7 @@ class EngineStopped(RuntimeError):
 
 Listener = Callable[[Event], None]
 Failed = Callable[..., None]
-"""Takes an exception that is survived, the message to log it with, and the arguments of the message."""
+"""Receives a handled exception, the message to log it with, and the arguments of the message."""
 
 
 class Handle:
@@ -192,7 +193,7 @@ class Handle:
         request: The request.
         number: Its number in the engine, in the order of submission.
         listener: Receives every event in the engine's thread; None: `events` yields them.
-        wake: Called when the engine should look at this handle.
+        wake: Called when the engine should check this handle.
     """
 
     def __init__(
@@ -209,14 +210,14 @@ class Handle:
         """Delivers an event; only the engine does so."""
         self._unfinished = request.n  # as far as events were read
         self.completions = [Completion() for _ in range(request.n)]
-        """What the continuations have become, as far as events were read."""
+        """The results of the continuations, as far as events were read."""
         self.ending: dict[int, str] = {}
-        """The continuations that are to end, and as what; the engine looks at it before each step."""
+        """The continuations to end and the reasons; the engine checks them before each step."""
         self.ended: set[int] = set()
         """The continuations whose last event was delivered."""
 
     def cancel(self, index: int | None = None) -> None:
-        """End one continuation, or all; the engine does so before its next step. Nothing of it is kept.
+        """End one continuation, or all, before the engine's next step. Its state is not kept.
 
         Args:
             index: Which continuation; None: all.
@@ -224,7 +225,7 @@ class Handle:
         self._end(index, "cancelled")
 
     def shut_down(self) -> None:
-        """End all continuations because the engine stops; nothing of them is kept."""
+        """End all continuations because the engine stops; their states are not kept."""
         self._end(None, "shutdown")
 
     def stop(self, index: int | None = None) -> None:

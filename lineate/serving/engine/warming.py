@@ -1,4 +1,4 @@
-"""What a GPU needs before the first request: compiled kernels, and the recorded steps of the pool."""
+"""Warm-up of a GPU before the first request: compiles kernels and records the steps of the pool."""
 
 import torch
 
@@ -11,7 +11,7 @@ SHORT_PIECES = (1, 40, 200)
 
 
 def warm_up(engine: Engine, guesses: int = 0) -> None:
-    """Compile the kernels and record the steps that requests will need; on a CPU there is nothing to do.
+    """Compile the kernels and record the steps that requests will need; on a CPU do nothing.
 
     Args:
         engine: The engine, before it is started.

@@ -1,4 +1,4 @@
-"""A request as it goes to a replica."""
+"""A request in the form sent to a replica."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from lineate.serving.replicas.prompts import blocks_of
 
 @dataclass(frozen=True)
 class Call:
-    """A request of HTTP, whole.
+    """A complete HTTP request.
 
     Args:
         method: GET, POST, ...
         path: The path, decoded.
-        query: What follows the question mark.
+        query: The part after the question mark.
         headers: Names in lower case, and values.
         body: The body.
         blocks: The blocks of the prompt, for the router.
@@ -46,7 +46,7 @@ class Call:
         return Call, (self.method, self.path, self.query, self.headers, self.body)
 
     def scope(self) -> dict[str, Any]:
-        """Return the ASGI scope that it has in a replica."""
+        """Return its ASGI scope for a replica."""
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},

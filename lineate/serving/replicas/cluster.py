@@ -25,23 +25,23 @@ from lineate.serving.replicas.routing import RoutingStats, forget_routing, routi
 LOG = logging.getLogger("lineate.serving")
 ROUTER = "lineate.serving.replicas.router:PrefixRouter"
 WRITING_SECONDS = 30.0
-"""Seconds that a replica has to write its cache to a folder after its last answer, beside those for its answers."""
+"""Seconds for a replica to write its cache to a folder after its last answer, in addition to those for its answers."""
 REPORT_SECONDS = 10.0
-"""Seconds that replicas have to say their numbers."""
+"""The timeout of the replicas' reports."""
 OBJECT_BYTES = 256 * 2**20
-"""Memory of a Ray of our own for what goes between processes; bodies and answers are small."""
+"""Memory of lineate's own Ray for messages between processes; bodies and answers are small."""
 LOOK_BACK_SECONDS = 15.0
 """Seconds over which the number of requests is averaged for growing and shrinking; Ray is told every 10."""
 CONNECT_SECONDS = 5.0
-"""Seconds that a cluster has to take a connection."""
+"""The timeout of connections to a cluster."""
 FAILED_STARTS = 2
 """Replicas that may fail to start before the whole start fails."""
 
 
 class RayReplicas:
-    """The replicas of one model, as the front calls them. They run when this returns.
+    """The replicas of one model for the front. They are running when this returns.
 
-    Raises ValueError if Ray cannot be reached or has too little, and what the replicas raised if they cannot start.
+    Raises ValueError if Ray cannot be reached or lacks resources, and the replicas' exception if they cannot start.
 
     Args:
         build: Makes the application and the engine; it is called in the process of each replica.
@@ -66,7 +66,7 @@ class RayReplicas:
 
     @property
     def stats(self) -> RoutingStats:
-        """Where requests went, and the replicas that there are."""
+        """Counts of routed requests, and the current replicas."""
         return self._routing.stats
 
     async def answer(self, call: Call) -> AsyncGenerator[tuple[str, Sequence[Message]]]:
@@ -86,7 +86,7 @@ class RayReplicas:
                 yield replica, messages
             whole = True
         except RayTaskError:
-            raise  # a fault in the replica's code, which is there still
+            raise  # an error in the replica's code; the replica still runs
         except (RayError, RayServeException) as error:
             raise ReplicaLost(str(error).partition("\n")[0]) from error
         finally:
@@ -95,7 +95,7 @@ class RayReplicas:
                 answers.cancel()
 
     async def reports(self) -> Sequence[Report]:
-        """Return what all replicas say about themselves; one that does not answer is left out."""
+        """Return the reports of all replicas; one that does not answer is left out."""
         asked = self._handle.broadcast("report")
         try:
             found = await asked.results_async(timeout_s=REPORT_SECONDS, return_exceptions=True)
@@ -115,7 +115,7 @@ class RayReplicas:
 
         Args:
             server: The server of the front.
-            listening: Where it listens.
+            listening: Its listening socket.
         """
         if hasattr(signal, "SIGHUP"):
             signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=self._restart_or_log, daemon=True).start())
@@ -135,7 +135,7 @@ class RayReplicas:
             forget_routing(self._name)
             if ray.is_initialized():
                 if self._handle is not None:
-                    self._handle.shutdown()  # or else its threads would start another Ray when this one has ended
+                    self._handle.shutdown()  # otherwise its threads would start another Ray when this one has ended
                 with contextlib.suppress(RayServeException):  # Serve has not been started
                     serve.delete(self._name)
                 if self._owned:
@@ -190,7 +190,7 @@ class RayReplicas:
         return handle.options(stream=True, method_name="answer")
 
     def _reason(self) -> Exception:
-        """Return what kept the replicas from starting, as it would have been raised here."""
+        """Return the exception that kept the replicas from starting, converted to one of this process."""
         from ray import serve
 
         application = serve.status().applications.get(self._name)
@@ -221,7 +221,7 @@ def _start_ray(options: ReplicaOptions) -> bool:
                 "start one with ray start --head, or leave the option out"
             ) from None
         return False
-    cpus = max(os.cpu_count() or 1, math.ceil((options.limit + 1) * options.cpus))  # in Ray's books; they are shared
+    cpus = max(os.cpu_count() or 1, math.ceil((options.limit + 1) * options.cpus))  # nominal, for Ray; they are shared
     ray.init(
         "local",
         num_cpus=cpus,

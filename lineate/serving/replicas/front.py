@@ -1,4 +1,4 @@
-"""The front: takes requests, hands each to a replica, and its answer back; another replica answers if one is lost.
+"""The front: passes requests to replicas and returns their answers; if a replica is lost, another one answers.
 
 A request is tried again only while its client has seen nothing of an answer (outgoing.py). A stream of which a part was
 sent ends with an error event.
@@ -38,19 +38,19 @@ from lineate.web.responses import answer, answer_api_error, read_body, unless_go
 
 LOG = logging.getLogger("lineate.serving")
 TRIES = 3
-"""Replicas that a request is given to, one after another, before it fails: it may be what kills them."""
+"""Replicas that a request is given to in turn before it fails: the request may be the cause of the failures."""
 WITH_BODY = (CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE)
 EXPLORER = "/explore/api/"
-"""What the explorer's routes with a body begin with."""
+"""The prefix of the explorer's routes with a body."""
 ROUTES = (*WITH_BODY, "/v1/models", "/v1/models/{name:path}", "/lineate/info", "/explore/{path:path}", "/{path:path}")
 
 
 class ReplicaLost(Exception):
-    """The replica that was answering is gone."""
+    """The replica that was answering was lost."""
 
 
 class Replicas(Protocol):
-    """What the front needs of the replicas."""
+    """The part of the replicas' interface that the front needs."""
 
     @property
     def stats(self) -> RoutingStats: ...
@@ -60,12 +60,12 @@ class Replicas(Protocol):
         ...
 
     async def reports(self) -> Sequence[Report]:
-        """Return what all replicas say about themselves."""
+        """Return the reports of all replicas."""
         ...
 
 
 class Front:
-    """The front's counts, and how a request is passed on.
+    """Passes on requests, with the front's counts.
 
     Args:
         replicas: The replicas.
@@ -99,20 +99,20 @@ class Front:
         """End all answers with an error; any thread may call this.
 
         Args:
-            drain: Not used; what runs is ended.
+            drain: Not used; running requests are ended.
             timeout: Not used.
         """
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._stopped.set)
 
     def close(self) -> None:
-        """Do nothing: the front holds nothing that must be freed."""
+        """Do nothing: the front has no resources to free."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
         self._loop = asyncio.get_running_loop()
         request, path, body = Request(scope, receive), scope["path"], b""
-        if path.count("/") > 1 or path in WITH_BODY:  # what is left are the files of the chat page
+        if path.count("/") > 1 or path in WITH_BODY:  # the remaining paths are files of the chat page
             self.keys.check(request)
         if scope["method"] == "POST" and (path in WITH_BODY or path.startswith(EXPLORER)):
             body = await read_body(request, self.limits, self.intake)
@@ -186,7 +186,7 @@ class Front:
 
 
 class _Routed(Collector):
-    """Asks where requests went when Prometheus does."""
+    """A collector that reads the routing counts when Prometheus scrapes."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
@@ -213,7 +213,7 @@ class _Routed(Collector):
 
 
 def make_front(replicas: Replicas, settings: Settings) -> Starlette:
-    """Return the application of the front; `app.state.traffic` says what it is doing.
+    """Return the application of the front; `app.state.traffic` has its current requests.
 
     Args:
         replicas: The replicas.

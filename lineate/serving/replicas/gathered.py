@@ -21,7 +21,7 @@ def gather(own: bytes, texts: Mapping[str, str]) -> bytes:
 
 
 class _Gathered(Collector):
-    """Reads the texts of the replicas, and joins what has the same name."""
+    """Parses the texts of the replicas, and joins samples with the same name."""
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self._texts = texts

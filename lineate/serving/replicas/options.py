@@ -1,4 +1,4 @@
-"""How many replicas there are, where they run, and how requests are spread over them."""
+"""Options of replicas: their number, where they run, and how requests are spread over them."""
 
 import math
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """What `lineate serve` says about its replicas; a wrong value raises ValueError that names its option."""
+    """The options of `lineate serve` for replicas; a wrong value raises a ValueError that names its option."""
 
     replicas: int
-    """Replicas, or the least of them if their number changes."""
+    """The number of replicas, or its minimum if it changes."""
     most: int | None = None
     """The most replicas; None: always `replicas`."""
     target: float = 8.0
@@ -19,17 +19,17 @@ class ReplicaOptions:
     cluster: str | None = None
     """Address of the Ray cluster to join, or "auto"; None: a Ray of its own, or that of RAY_ADDRESS."""
     cpus: float = 1.0
-    """Processors that a replica takes in Ray's books; torch gets as many threads."""
+    """Processors that Ray accounts for a replica; torch gets the same number of threads."""
     gpus: float = 0.0
     """GPUs that a replica takes."""
     at_once: int = 256
-    """The most requests that a replica is given; more wait in the front."""
+    """The most concurrent requests of a replica; more wait in the front."""
     drain_seconds: float = 30.0
-    """Seconds that a replica which is stopped has to end its answers."""
+    """Seconds for a stopping replica to end its answers."""
     grow_seconds: float = 10.0
-    """Seconds for which too many requests must have been there before replicas are started."""
+    """Seconds of too many requests before replicas are started."""
     shrink_seconds: float = 300.0
-    """Seconds for which too few requests must have been there before replicas are stopped."""
+    """Seconds of too few requests before replicas are stopped."""
 
     def __post_init__(self) -> None:
         for flag, value, least in (("--replicas", self.replicas, 1), ("--imbalance", self.imbalance, 0)):

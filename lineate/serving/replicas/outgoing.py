@@ -1,4 +1,4 @@
-"""What a client is sent while its replica may still be lost: an answer is held back until it says something.
+"""The messages to a client while its replica may still be lost: an answer is held back until it has content.
 
 A request whose client has seen nothing of an answer can be given to another replica. So the head of a stream and its
 first chunks, which only name the assistant's role, wait for the first chunk that has text, a call or an end. Comments
@@ -26,7 +26,7 @@ class Outgoing:
 
     Args:
         send: Sends a message to the client.
-        seconds: Seconds that a client may take none of what is sent to it.
+        seconds: The timeout of a client that reads nothing.
     """
 
     def __init__(self, send: Send, seconds: float) -> None:
@@ -40,11 +40,11 @@ class Outgoing:
         """Whether the client has got a whole answer."""
 
     def again(self) -> None:
-        """Drop what was held back; another replica will answer."""
+        """Drop the held messages; another replica will answer."""
         self._held, self._instead = [], None
 
     async def put(self, message: Message, replica: str) -> None:
-        """Take a message of a replica's answer, in ASGI's form.
+        """Receive an ASGI message of a replica's answer.
 
         Args:
             message: The message.
@@ -69,7 +69,7 @@ class Outgoing:
             await self._out(message)
 
     async def fail(self, error: ApiError) -> None:
-        """End the answer with an error; nothing can be said if a part of something else than a stream was sent.
+        """End the answer with an error; impossible if a part of an answer that is not a stream was sent.
 
         Args:
             error: The error.
@@ -96,13 +96,13 @@ class Outgoing:
             self._held, self._streams = [message], streams
 
     async def _begin(self) -> None:
-        """Send the head, if it was not."""
+        """Send the head, unless it was sent."""
         if not self._begun:
             self._begun = True
             await self._out(self._held.pop(0))
 
     async def _flush(self) -> None:
-        """Send everything that was held back."""
+        """Send the held messages."""
         self.shown = True
         held, self._held = self._held, []
         for message in held:
@@ -110,7 +110,7 @@ class Outgoing:
             await self._out(message)
 
     async def _end_stream(self, data: str) -> None:
-        """Send an event, and end the stream as it ends after its last chunk."""
+        """Send an event, and end the stream as after its last chunk."""
         self.shown = True
         for text in (f"data: {data}\n\n", DONE):
             await self._out({"type": "http.response.body", "body": text.encode(), "more_body": True})

@@ -1,8 +1,9 @@
-"""Which replicas have read which prompts: a radix tree of recent prompts, bounded, the oldest ones forgotten first.
+"""Records which replicas have read which prompts: a bounded radix tree of recent prompts.
 
 A prompt is an array of blocks, numbers that stand for 16 characters or tokens each (prompts.py). Every node of the tree
-names the replicas that were sent a prompt through it, so a walk along a new prompt shows how much of it each replica
-has read. This is what the replicas were sent, not what their caches still hold, which would have to be asked for.
+names the replicas that were sent a prompt through it, so following a new prompt shows how much of it each replica has
+read. The tree has the prompts sent to the replicas, not the contents of their caches, which would need requests to
+them.
 """
 
 from array import array
@@ -31,7 +32,7 @@ class Prefixes:
         self._most = most
         self._tree: RadixTree[set[str]] = RadixTree()
         self._ends: OrderedDict[_Node, None] = OrderedDict()
-        """Nodes at which a prompt ended, the one used longest ago first."""
+        """Nodes at which a prompt ended, the least recently used first."""
         self.blocks = 0
         """Blocks that the tree holds."""
 
@@ -52,7 +53,7 @@ class Prefixes:
         return found
 
     def add(self, blocks: "array[int]", replica: str) -> None:
-        """Note that a replica is sent a prompt, and forget old prompts if there are too many blocks.
+        """Record that a replica is sent a prompt, and remove old prompts if there are too many blocks.
 
         Args:
             blocks: The prompt.
@@ -64,7 +65,7 @@ class Prefixes:
         self.blocks += len(blocks) - self._tree.walk(blocks)[1]
         end = self._tree.insert(blocks)
         for node in self._tree.walk(blocks)[0][1:]:
-            if node.value is None:  # made now; if an edge was split there, what follows was sent through it
+            if node.value is None:  # a new node; if it splits an edge, its descendants were sent through it
                 node.value = set().union(*(child.value or () for child in node.children.values()))
             node.value.add(replica)
         self._ends[end] = None
@@ -73,7 +74,7 @@ class Prefixes:
             self._remove(self._ends.popitem(last=False)[0])
 
     def forget(self, replica: str) -> None:
-        """Forget what a replica was sent; it is gone.
+        """Remove the prompts of a replica, which has ended.
 
         Args:
             replica: The replica.
@@ -86,7 +87,7 @@ class Prefixes:
                     self._remove(node)
 
     def _remove(self, node: _Node) -> None:
-        """Remove a node that is no end any more, and those above it that lead to no end."""
+        """Remove a node that is no longer an end, and those above it that lead to no end."""
         while node.parent is not None and not node.children and node not in self._ends:
             above = node.parent
             self.blocks -= len(node.edge)

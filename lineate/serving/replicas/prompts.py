@@ -1,7 +1,7 @@
-"""Prompts as the router compares them: the text of a body in blocks, one number for 16 characters or tokens.
+"""Prompts in the form that the router compares: the text of a body in blocks of 16 characters or tokens.
 
-Two prompts that begin alike have the same first blocks, whatever the chat template makes of their messages. The body
-is only looked at: what is wrong with it, the replica says.
+Two prompts with the same beginning have the same first blocks, whatever the chat template does with their messages. The
+body is not validated here; the replica reports its errors.
 """
 
 from array import array
@@ -14,7 +14,7 @@ from lineate.web.errors import ApiError
 BLOCK = 16
 """Characters, or ids of tokens, of a block."""
 IDS = 2**20
-"""Ids of tokens in the prompts of a completion; one with more goes to the replica that has least to do."""
+"""Ids of tokens in the prompts of a completion; one with more goes to the least busy replica."""
 CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
 
 

@@ -17,9 +17,9 @@ STUCK_SECONDS = 300.0
 """Seconds without a step, while requests wait for one, after which an engine counts as stuck."""
 
 AT_ONCE = 3
-"""How often messages are yielded without waiting for more: the head, the role and the first token."""
+"""The number of messages that are yielded without waiting for more: the head, the role and the first token."""
 COLLECTED, MOST_COLLECTED = 0.002, 0.05
-"""Seconds for which messages are collected, for each other request that runs, and at most."""
+"""Seconds for which messages are collected: per other running request, and the limit."""
 
 Build = Callable[[], tuple[Any, Engine]]
 """Makes the application of make_app and its engine, which is not started yet; it is called in the replica's process."""
@@ -27,7 +27,7 @@ Build = Callable[[], tuple[Any, Engine]]
 
 @dataclass(frozen=True)
 class Report:
-    """What a replica says about itself.
+    """The report of a replica.
 
     Args:
         replica: Its name.
@@ -59,11 +59,11 @@ class Replica:
         self._engine = engine
 
     async def answer(self, call: Call) -> AsyncIterator[tuple[str, list[Message]]]:
-        """Yield the replica's name and the messages of an answer, all that have come since the last ones.
+        """Yield the replica's name and the messages of an answer that have arrived since the last ones.
 
-        What is yielded costs Ray and the front half a millisecond of processor time, however much it is. So while many
-        requests run, the messages of a few tokens are collected; those of the first token go at once. The caller that
-        closes or cancels this generator has left, which ends the request in the engine.
+        Each yield costs Ray and the front half a millisecond of processor time, whatever its size. So while many
+        requests run, the messages of a few tokens are collected; those of the first token go at once. Closing or
+        cancelling this generator ends the request in the engine.
 
         Args:
             call: The request.
@@ -107,7 +107,7 @@ class Replica:
         return Report(self._name, text, numbers_of(self._engine))
 
     def check_health(self) -> None:
-        """Raise if the engine has ended, or has made no step for long while requests wait; Ray then replaces it."""
+        """Raise if the engine has ended, or makes no step although requests wait; Ray then replaces the replica."""
         assert self._engine is not None
         if not self._engine.alive:
             raise RuntimeError("the engine's thread has ended")

@@ -1,8 +1,8 @@
-"""Ray Serve's request router with our policy; it lives in the process that calls the replicas, beside the handle.
+"""Ray Serve's request router with lineate's policy; it runs in the process of the handle, which calls the replicas.
 
 Ray calls choose_replicas for each request and sends it to the first replica of the order that takes it. A request
-counts from the moment its replica is chosen, so that requests that come together are spread, until the front says that
-it has ended: requests have tickets, which the front opens and ends (cluster.py).
+counts from the moment its replica is chosen, so that requests that come together are spread, until the front reports
+its end: requests have tickets, which the front opens and ends (cluster.py).
 """
 
 from typing import Any
@@ -14,15 +14,15 @@ from lineate.serving.replicas.routing import Routing, routing_of
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Sends a request to the replica that was sent most of its prompt before, unless it is too busy."""
+    """Sends a request to the replica that has received the longest prefix of its prompt, unless it is too busy."""
 
-    # A replica that computes may take longer to say how many requests it has than Ray waits for by default, and the
-    # request would go to another one.
+    # A busy replica may take longer to report its number of requests than Ray waits by default, and the request would
+    # go to another one.
     queue_len_response_deadline_s = 2.0
     max_queue_len_response_deadline_s = 10.0
 
     def initialize_state(self, imbalance: int) -> None:
-        """Take the routing of this process; Ray calls this with what the deployment's configuration says.
+        """Take the routing of this process; Ray calls this with the values of the deployment's configuration.
 
         Args:
             imbalance: The most requests that a replica with a prompt's beginning may have more than the least busy one.
@@ -35,7 +35,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         """Return the replicas in the order in which they are asked to take a request.
 
         Args:
-            candidate_replicas: The replicas that there are.
+            candidate_replicas: The current replicas.
             pending_request: The request; None if Ray looks for a replica ahead of time.
         """
         call = _call(pending_request)
@@ -46,7 +46,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         return [[replica] for replica in order] or [candidate_replicas]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Count a request where it was sent, if its first replica did not take it.
+        """Count a request at the replica that it was sent to, if its first replica did not take it.
 
         Args:
             pending_request: The request.
@@ -57,7 +57,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             self._routing.move(call.ticket, replica_id.unique_id, call.blocks)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take note of the replicas that there are.
+        """Update the set of replicas.
 
         Args:
             replicas: All replicas that take requests.
@@ -76,6 +76,6 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
 
 
 def _call(request: PendingRequest | None) -> Call | None:
-    """Return the call of a request, if it is one of the front's."""
+    """Return the call of a request, if it comes from the front."""
     given = request.args[0] if request is not None and request.args else None
     return given if isinstance(given, Call) and given.ticket else None

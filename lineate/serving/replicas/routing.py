@@ -1,4 +1,4 @@
-"""Which replica a request goes to: the one that was sent most of its prompt before, unless it is too busy.
+"""The routing policy: a request goes to the replica with the longest prefix of its prompt, unless it is too busy.
 
     routing = Routing(imbalance=4)
     routing.update(["a", "b", "c"])
@@ -7,10 +7,10 @@
     routing.move("request 1", others[0], blocks)            # if the first did not take it
     routing.end("request 1")
 
-A replica knows a prompt if it was sent at least an eighth of it before: what all prompts begin with is no reason to
-send all of them to one replica. A replica is too busy if it has more than `imbalance` requests more than the least busy
-one. Then the request goes to the least busy replica, which knows the prompt from then on, so that a prompt that many
-requests share spreads.
+A replica knows a prompt if it was sent at least an eighth of it before, so that a common beginning of all prompts does
+not send all of them to one replica. A replica is too busy if it has more than `imbalance` requests more than the least
+busy one. Then the request goes to the least busy replica, which knows the prompt from then on, so that a prompt that
+many requests share spreads.
 """
 
 import threading
@@ -26,12 +26,13 @@ LEAST_SHARE = 1 / 8
 
 @dataclass(frozen=True)
 class RoutingStats:
-    """What a routing has done.
+    """Counts of a routing.
 
     Args:
         active: Requests that run or wait, by replica.
         by_prefix: Requests with a prompt that went to the replica that knows most of it.
-        by_load: Requests with a prompt that went to the least busy replica, as no other knows it or those are too busy.
+        by_load: Requests with a prompt that went to the least busy replica, because no replica knows it or those are
+            too busy.
         blocks: Blocks of prompts that are remembered.
     """
 
@@ -57,7 +58,7 @@ class Routing:
         self._prefixes = Prefixes(most_blocks)
         self._active: dict[str, int] = {}
         self._turns: dict[str, int] = {}
-        """When each replica was chosen last, as a number that only grows."""
+        """When each replica was chosen last, as a counter."""
         self._turn = 0
         self._running: dict[str, str | None] = {}
         """The replica of each request that has not ended; None before one was chosen."""
@@ -65,12 +66,12 @@ class Routing:
 
     @property
     def stats(self) -> RoutingStats:
-        """What it has done."""
+        """Its counts."""
         with self._lock:
             return RoutingStats(dict(self._active), self._counts[True], self._counts[False], self._prefixes.blocks)
 
     def update(self, replicas: Iterable[str]) -> None:
-        """Take note of the replicas that there are now; what others were sent is forgotten.
+        """Update the set of replicas; the prompts of others are removed.
 
         Args:
             replicas: All replicas.
@@ -84,7 +85,7 @@ class Routing:
             self._turns = {replica: self._turns.get(replica, 0) for replica in known}
 
     def open(self, request: str) -> None:
-        """Take note of a request that is about to be routed; before that and after its end it is not counted.
+        """Register a request that is about to be routed; it is counted from now until its end.
 
         Args:
             request: Its name.
@@ -93,7 +94,7 @@ class Routing:
             self._running[request] = None
 
     def choose(self, request: str, blocks: "array[int]") -> list[str]:
-        """Return all replicas, the one that a request shall go to first, where it counts from now on.
+        """Return all replicas, the chosen one first; the request counts there from now on.
 
         Args:
             request: Its name.
@@ -106,7 +107,7 @@ class Routing:
             return order
 
     def move(self, request: str, replica: str, blocks: "array[int]") -> None:
-        """Count a request where it was sent, if it was not sent to the first of the order.
+        """Count a request at the replica that it was sent to, if it was not sent to the first of the order.
 
         Args:
             request: Its name.
@@ -117,7 +118,7 @@ class Routing:
             self._count(request, replica, blocks)
 
     def end(self, request: str) -> None:
-        """Count a request no more; nothing happens if it has ended.
+        """Stop counting a request; nothing happens if it has ended.
 
         Args:
             request: Its name.
@@ -151,7 +152,7 @@ class Routing:
         return True
 
     def _leave(self, request: str) -> None:
-        """Count a request no more where it is."""
+        """Stop counting a request at its replica."""
         replica = self._running.get(request)
         if replica in self._active:
             self._active[replica] -= 1
@@ -165,13 +166,13 @@ def routing_of(application: str, imbalance: int) -> Routing:
 
     Args:
         application: The name of the application in Ray Serve.
-        imbalance: As Routing takes it.
+        imbalance: See Routing.
     """
     return _ROUTINGS.setdefault(application, Routing(imbalance))
 
 
 def forget_routing(application: str) -> None:
-    """Forget the routing of an application that is served no more.
+    """Remove the routing of an application that is no longer served.
 
     Args:
         application: The name of the application in Ray Serve.

@@ -4,7 +4,7 @@ import { make } from "./dom.js";
 import { answerTo } from "./server.js";
 
 /**
- * Return a slider with its label and the number beside it.
+ * Return a slider with its label and the number next to it.
  * @param {object} options id, label, min, max, step, show: the text for a number
  * @param {Function} changed called with the number while it is dragged, and with true as well when it is let go
  */

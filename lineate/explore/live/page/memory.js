@@ -81,7 +81,7 @@ export class MemoryView {
     this.refresh();
   }
 
-  /** Change what is looked at, which is no entry of the history. */
+  /** Change the selection, which is not an entry of the history. */
   look(part) {
     const asks = "ask" in part;
     this.state = { ...this.state, ...part };
@@ -129,7 +129,7 @@ export class MemoryView {
 
   get selected() { return this.state.at ? this.state.steps[this.state.at - 1] : null; }
 
-  /** Let the next write have the gates of the write that is looked at. */
+  /** Copy the gates of the selected write to the next write. */
   takeGates() {
     const { selected } = this;
     if (selected?.op === "write") this.gates = { decay: selected.decay, beta: selected.beta, channels: selected.channels };

@@ -1,4 +1,4 @@
-// The view "Model": a text through a model, token by token, beside the same model with a change. model_draw.js draws.
+// The view "Model": a text through a model, token by token, next to the same model with a change. model_draw.js draws.
 
 import { Asker, choice, numberFrom, partsOf, stateOf } from "./controls.js";
 import { button, byId, make } from "./dom.js";

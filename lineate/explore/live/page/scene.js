@@ -140,7 +140,7 @@ function paint(context, s) {
   }
 }
 
-/** Return a scene as a PNG file's bytes, with so many dots for each unit. */
+/** Return a scene as a PNG file's bytes, with the given number of dots per unit. */
 async function pngOf(scene, dots = 2) {
   const canvas = document.createElement("canvas");
   canvas.width = Math.ceil(scene.width * dots);

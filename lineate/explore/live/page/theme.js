@@ -23,7 +23,7 @@ export function onChange(draw) {
   window.addEventListener("resize", draw);
 }
 
-/** Return the width of a chart in a holder, in which there are two beside each other if there is room (style.css). */
+/** Return the width of a chart in a holder, in which there are two in a row if there is room (style.css). */
 export function chartWidth(holder) {
   const columns = holder.clientWidth >= 784 ? 2 : 1;
   return Math.max(300, Math.min(640, Math.floor((holder.clientWidth - 16 * (columns - 1)) / columns - 22)));

@@ -1,7 +1,7 @@
-"""GGUF files: which tensors and which metadata of llama.cpp's converter are which of a family's.
+"""GGUF files: maps the tensors and metadata of llama.cpp's converter to those of a family.
 
-Each architecture has a function that returns what a config.json would say, and the tensors under the names and in the
-layouts of the checkpoints that the family publishes. So the families' own files read them, and know nothing of GGUF.
+Each architecture has a function that returns the equivalent config.json, and the tensors under the names and in the
+layouts of the checkpoints that the family publishes. So the families' own readers read them without knowing GGUF.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ ARCHITECTURES: Mapping[str, Callable[[Contents], tuple[dict[str, Any], dict[str,
     "qwen35moe": read_qwen,
     "kimi-linear": read_kimi,
 }
-"""How each architecture is read: its config, and its tensors."""
+"""The reader of each architecture, which returns its config and its tensors."""
 
 
 def open_gguf(file: Path) -> GgufCheckpoint:

@@ -1,4 +1,4 @@
-"""The metadata and tensors of a GGUF file, asked for by name; what is missing is an error that names it."""
+"""The metadata and tensors of a GGUF file by name; a missing one is an error that names it."""
 
 import math
 import struct
@@ -20,7 +20,7 @@ MOST_EXPERTS = 2**13
 
 
 class Contents:
-    """The metadata of one architecture, and the tensors; it remembers which were asked for."""
+    """The metadata of one architecture, and the tensors; it records which were requested."""
 
     def __init__(self, header: Header) -> None:
         self.header = header
@@ -83,7 +83,7 @@ class Contents:
         return count
 
     def token(self, *roles: str) -> list[int]:
-        """Return the tokens that have these roles, as far as they are named."""
+        """Return the tokens of these roles that are named."""
         found = []
         for role in roles:
             value = self.header.metadata.get(f"{TOKENS}{role}_token_id")
@@ -119,7 +119,7 @@ class Contents:
         return name in self.header.tensors
 
     def stored(self, name: str) -> Stored | None:
-        """Return a tensor of the file; None if it is missing, which `check` tells."""
+        """Return a tensor of the file; None if it is missing, which `check` reports."""
         self.used.add(name)
         if name not in self.header.tensors:
             self.missing.append(name)
@@ -144,7 +144,7 @@ class Contents:
         return view(spans, shape, columns, change)
 
     def experts(self, name: str, part: tuple[int, int] = (0, 1)) -> list[View]:
-        """Return the matrix of each expert from a tensor of three dims; part: (n, of how many equal parts of rows)."""
+        """Return the matrix of each expert from a tensor of three dims; part: (index, number of equal row parts)."""
         stored = self.stored(name)
         if stored is None:
             return []
@@ -156,12 +156,12 @@ class Contents:
         return [view([Span(stored, first, first + share)]) for first in starts]
 
     def check(self) -> None:
-        """Raise if a tensor that was asked for is missing."""
+        """Raise if a requested tensor is missing."""
         if self.missing:
             raise MismatchError(str(self.header.file), missing=self.missing)
 
     def rest(self) -> dict[str, View]:
-        """Return the tensors that nobody asked for, under their own names; loading refuses them by these."""
+        """Return the tensors that were not requested, under their own names, with which loading refuses them."""
         return {name: view(whole(x)) for name, x in self.header.tensors.items() if name not in self.used}
 
 

@@ -1,13 +1,13 @@
 """Kimi Linear in GGUF files: architecture kimi-linear.
 
-What llama.cpp's converter changes, and these views change back:
+The changes of llama.cpp's converter, which these views revert:
 
     A_log          ssm_a = -exp(A_log), `1 1 heads 1`
     convolutions   `1 channels 1 taps`
     kv_b_proj      attn_k_b, `heads rank nope`: the keys' part of each head, transposed; attn_v_b, `heads value rank`
     experts        one tensor of three dims for each of gate, up and down
 
-Older files have kv_b_proj as it was, as attn_kv_b. Layers of Kimi Delta Attention have no key/value heads.
+Older files have the unchanged kv_b_proj, as attn_kv_b. Layers of Kimi Delta Attention have no key/value heads.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """Qwen3-Next and Qwen3.5 in GGUF files: architectures qwen3next, qwen35 and qwen35moe.
 
-What llama.cpp's converter changes, and these views change back:
+The changes of llama.cpp's converter, which these views revert:
 
     norms but that of the linear layers    weight + 1
     A_log                                  ssm_a = -exp(A_log)
@@ -8,9 +8,9 @@ What llama.cpp's converter changes, and these views change back:
     value heads of Qwen3.5                 head j of key head i is at j h + i, not at i (hv / h) + j: in v, z, b, a,
                                            A_log, dt_bias, in the convolution's channels, and in out_proj's columns
     experts                                one tensor of three dims for each of gate, up and down
-    multi-token prediction                 a block behind the others, whose own tensors are called nextn
+    multi-token prediction                 a block after the others, whose own tensors are called nextn
 
-Older files of Qwen3-Next have in_proj_qkvz as it was, as ssm_in.
+Older files of Qwen3-Next have the unchanged in_proj_qkvz, as ssm_in.
 """
 
 from typing import Any
@@ -140,7 +140,7 @@ def _linear(c: Contents, config: dict[str, Any], source: str, target: str) -> di
     tiled = c.architecture != "qwen3next" and h != hv
 
     def heads(width: int, first: int = 0) -> Spans:
-        """Return where the value heads begin and end, in our order, if they have `width` rows from row `first` on."""
+        """Return the bounds of the value heads in lineate's order, from row `first` on, with `width` rows each."""
         share = hv // h
         order = [j * h + i for i in range(h) for j in range(share)] if tiled else range(hv)
         return [(first + n * width, first + (n + 1) * width) for n in order]

@@ -1,6 +1,6 @@
-"""Encodings of quantised checkpoints, one a file: which tensors of the files stand for which weights.
+"""Encodings of quantised checkpoints, one a file: maps stored tensors to the weights that they encode.
 
-A family's plan and the loader see the weights alone, as if they were stored in float32. To add an encoding, add its
+A family's plan and the loader see only the weights, as if they were stored in float32. To add an encoding, add its
 file with a function `read` and its name in METHODS.
 """
 
@@ -27,7 +27,7 @@ METHODS: dict[str, Callable[[Settings, StoredTensors], None]] = {
 def decoded(
     folder: Path, config: Mapping[str, Any], stored: dict[str, Entry]
 ) -> tuple[dict[str, Entry], Encoding | None]:
-    """Return the tensors that those of the files stand for, and how they are stored; as they are, if not quantised."""
+    """Return the weights that the stored tensors encode, and their encoding; plain tensors are returned as stored."""
     settings = Settings.find(folder / "config.json", config)
     if settings is None:
         return stored, None

@@ -18,7 +18,7 @@ from lineate.models.files.encodings.tensors import StoredTensors, placed, wrong_
 EACH = 8
 """Codes of a word."""
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word the codes of its 8 rows lie."""
+"""The positions in a word of the codes of its 8 rows."""
 
 
 @dataclass(frozen=True)

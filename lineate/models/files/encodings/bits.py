@@ -14,5 +14,5 @@ def codes_of(words: Tensor, bits: int) -> Tensor:
 
 
 def words_for(count: int, bits: int) -> int:
-    """Return how many words so many codes need."""
+    """Return the number of words for `codes` codes."""
     return -(-count * bits // 32)

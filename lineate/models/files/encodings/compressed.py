@@ -4,12 +4,12 @@
                      X.weight_scale       `rows groups`, or `rows 1`
                      X.weight_zero_point  int32 `words groups`, codes along the rows; or int8 `rows groups`, from -8 on
                      X.weight_g_idx       the group of each column, if columns were ordered by activations
-                     X.weight_shape       rows and columns; with groups the other shapes say so already
+                     X.weight_shape       rows and columns; with groups the other shapes imply them
     int-quantized    X.weight int8, X.weight_scale `rows 1`, X.weight_zero_point int8
     float-quantized  X.weight float8, X.weight_scale `rows 1`, `1`, or one a block
 
-Of a group of the config only the scheme is read, and not which modules it targets: each weight has the scheme that its
-tensors fit. The shapes say more than patterns of names, which an untrusted file could make slow to match.
+Of a group of the config only the scheme is read, not the modules that it targets: each weight has the scheme that its
+tensors fit. Shapes are more reliable than patterns of names, which an untrusted file could make slow to match.
 """
 
 import math
@@ -32,7 +32,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the weights of a group of the config are quantised."""
+    """The quantisation scheme of a group of the config."""
 
     bits: int
     floating: bool
@@ -88,7 +88,7 @@ def read(settings: Settings, tensors: StoredTensors) -> None:
 
 
 def _schemes(settings: Settings, tensors: StoredTensors) -> list[Scheme]:
-    """Return the schemes of the config's groups, after a check that nothing else was done to the weights."""
+    """Return the schemes of the config's groups, after a check that the weights were not changed otherwise."""
     settings.word("format", allowed=FORMATS, default="dense")
     sparse = settings.part("sparsity_config")
     if sparse is not None and sparse.values:
@@ -192,7 +192,7 @@ def _unfit(codes: Stored, problems: list[CheckpointError], schemes: list[Scheme]
 
 
 def _shape_of(sizes: Stored, codes: Stored, scales: Stored, scheme: Scheme) -> tuple[int, int]:
-    """Return rows and columns: in groups from the number of scales, otherwise as weight_shape says."""
+    """Return rows and columns: in groups from the number of scales, otherwise from weight_shape."""
     if sizes.entry.shape != (2,) or sizes.entry.dtype not in (torch.int64, torch.int32):
         raise wrong_shape(sizes, "two whole numbers", "rows and columns")
     rows, words = codes.entry.shape

@@ -1,9 +1,9 @@
-"""A tensor that a checkpoint stores as codes and scales, read as the numbers that these stand for.
+"""A tensor that a checkpoint stores as codes and scales, read as the numbers that they encode.
 
     value_rc = scale_ij (code_rc - zero_ij)      i = r / rows of a block;  j = c / columns of a block, or order_c
 
-An encoding says where codes, scales and zeros lie in the file; the product is taken here, in float32, some rows at a
-time.
+An encoding defines where codes, scales and zeros are in the file; the product is computed here, in float32, some rows
+at a time.
 """
 
 import math
@@ -21,7 +21,7 @@ from lineate.quantised.rounding import TooLargeError
 BLOCK_ELEMENTS = 2**20
 """How many numbers are decoded at a time."""
 MOST_KEPT = 2**25
-"""The most bytes of stored tensors that stay in memory because they are read by columns, and so again and again."""
+"""The most bytes of stored tensors that stay in memory because they are read by columns, that is, repeatedly."""
 
 INTEGERS = {4: INT4, 8: INT8}
 """The quantised formats of integers of this number of bits, a matrix of them."""
@@ -31,7 +31,7 @@ WINDOWS = 3
 
 
 class Stored(NamedTuple):
-    """A tensor as the file has it."""
+    """A tensor stored in a file."""
 
     name: str
     entry: Entry
@@ -52,7 +52,7 @@ class Source:
         return target
 
     def whole(self, stored: Stored) -> Tensor:
-        """Return a whole tensor; it stays in memory until others need the room."""
+        """Return a whole tensor; it stays in memory until others need the space."""
         found = self._kept.pop(stored.name, None)
         if found is None:
             found = torch.empty(stored.entry.shape, dtype=stored.entry.dtype, device="cpu")
@@ -81,7 +81,7 @@ class Source:
 class Encoded(Entry):
     """A tensor `rows columns`, or `matrices rows columns`, of float32 numbers that are stored as codes and scales.
 
-    A class of an encoding derives from it and says how codes, scales and zeros are read.
+    A class of an encoding derives from it and defines how codes, scales and zeros are read.
     """
 
     codes: Stored
@@ -92,9 +92,9 @@ class Encoded(Entry):
     zeros: Stored | None = None
     """The codes of 0, one a scale; None if all are `zero`."""
     order: Stored | None = None
-    """Which scale each column has, if not that of its block."""
+    """The index of each column's scale, if it is not that of its block."""
     form: Format | None = None
-    """The quantised format that has such codes, and these too if their groups and scales fit it; None: none has."""
+    """The quantised format with such codes, if one exists; it has these if their groups and scales fit it."""
 
     @property
     def zero(self) -> int:
@@ -113,7 +113,7 @@ class Encoded(Entry):
 
     @property
     def kind(self) -> str:
-        """What the codes are, in words."""
+        """A description of the codes."""
         (rows, columns), (height, width) = self.block, self.shape[-2:]
         if columns >= width:
             where = "a scale a row" if rows == 1 else "one scale" if rows >= height else f"a scale for {rows} rows"
@@ -136,7 +136,7 @@ class Encoded(Entry):
             copied = False
             try:
                 view = target.view(shape)
-            except RuntimeError:  # its dims are cut otherwise and not contiguous: through a copy
+            except RuntimeError:  # its dims are cut differently and not contiguous: through a copy
                 view, copied = torch.empty(shape, dtype=target.dtype, device=target.device), True
             for matrix in range(shape[0]):
                 for start, end in self._steps(shape[1], width):
@@ -165,7 +165,7 @@ class Encoded(Entry):
         return form.name
 
     def read_codes(self, source: Source, rows: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return codes `rows columns`, one a byte, and a scale a group, as a quantised format has them.
+        """Return codes `rows columns`, one a byte, and a scale per group, in a quantised format.
 
         codes: uint8 with zero at 128 or 8 and float16 scales of 32 columns; or the bytes of float8 and float32 scales
         of 128. Of `matrices rows columns` the rows are matrices.

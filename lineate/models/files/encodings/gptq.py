@@ -3,7 +3,7 @@
 X.qweight  int32 `columns / codes rows`    codes of one row, 4 or 8 bits each
 X.scales   `groups rows`
 X.qzeros   int32 `groups rows / codes`     codes of 0 of neighbouring rows; checkpoint_format "gptq" has them less 1
-X.g_idx    int32 `columns`                 the group of each column; with desc_act it is not that of its place
+X.g_idx    int32 `columns`                 the group of each column; with desc_act not that of its position
 """
 
 import math
@@ -27,7 +27,7 @@ class TurnedCodes(Encoded):
     """Codes of the transpose, in words along the columns of the weight."""
 
     offset: int = 0
-    """What the file has subtracted from every code of 0."""
+    """The number that the file has subtracted from every code of 0."""
 
     def _codes(self, source: Source, matrix: int, first: int, last: int) -> Tensor:
         words = source.columns(self.codes, first, last)  # words rows

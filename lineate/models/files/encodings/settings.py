@@ -8,7 +8,7 @@ from lineate.models.fields import show
 from lineate.models.files.safetensors import CheckpointError
 
 KEYS = ("quantization_config", "compression_config")
-"""Where a config.json says how its weights are quantised; the second is an older name of the first."""
+"""The keys of a config.json for quantised weights; the second is an older name of the first."""
 MOST = 2**24
 
 

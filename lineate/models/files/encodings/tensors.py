@@ -1,4 +1,4 @@
-"""The tensors of a quantised checkpoint while an encoding sorts them: which are codes and scales, and of what."""
+"""The tensors of a quantised checkpoint while an encoding assigns codes and scales to weights."""
 
 import re
 from collections import Counter
@@ -13,8 +13,8 @@ from lineate.models.files.safetensors import CheckpointError, Entry
 CACHE_SCALES = r"\.(attn\.)?(q|k|v|kv|prob|prob_output)_(scale|zero_point)$"
 """Tensors of a quantised cache of keys and values."""
 ACTIVATION_NOTE = (
-    "{folder} was made for activations quantised with fixed scales; lineate reads its quantised weights, leaves "
-    "activations as they are, and does not use those scales"
+    "{folder} was made for activations quantised with fixed scales; lineate reads its quantised weights, does not "
+    "quantise activations, and does not use those scales"
 )
 CACHE_NOTE = (
     "{folder} was made for a quantised cache of keys and values; lineate keeps the cache in the dtype of the model, "
@@ -24,14 +24,14 @@ CACHE_NOTE = (
 
 @dataclass(frozen=True)
 class Encoding:
-    """How the weights of a checkpoint are stored."""
+    """The encoding of the weights of a checkpoint."""
 
     method: str
     """Its name in config.json."""
     kinds: Mapping[str, int]
-    """How many tensors there are of each kind."""
+    """The number of tensors of each kind."""
     notes: tuple[str, ...] = ()
-    """What of the checkpoint is not used, in sentences."""
+    """Unused parts of the checkpoint, in sentences."""
 
     def __str__(self) -> str:
         kinds = "; ".join(f"{count:,} tensors in {kind}" for kind, count in self.kinds.items())
@@ -39,7 +39,7 @@ class Encoding:
 
 
 class StoredTensors:
-    """The tensors of a checkpoint as its files have them, and those they stand for."""
+    """The stored tensors of a checkpoint, and the weights that they encode."""
 
     def __init__(self, folder: str, entries: Mapping[str, Entry]) -> None:
         self.folder = folder
@@ -52,7 +52,7 @@ class StoredTensors:
         return Stored(name, self.entries[name]) if name in self.entries else None
 
     def need(self, of: str, *names: str) -> Stored:
-        """Return the first of these tensors that is there; raise if none is."""
+        """Return the first of these tensors that exists; raise if none does."""
         found = next((name for name in names if name in self.entries), None)
         if found is None:
             raise CheckpointError(
@@ -62,11 +62,11 @@ class StoredTensors:
         return Stored(found, self.entries[found])
 
     def stems(self, suffix: str) -> list[str]:
-        """Return the names that end so, without that end."""
+        """Return the names with this suffix, without it."""
         return [name.removesuffix(suffix) for name in self.entries if name.endswith(suffix)]
 
     def add(self, name: str, encoded: Encoded, *others: Stored | None) -> None:
-        """Take an encoded tensor, which stands in place of its codes, its scales and others."""
+        """Add an encoded tensor, which replaces its codes, its scales and others."""
         if name in self.entries and name != encoded.codes.name:
             raise CheckpointError(f"{encoded.file}: {name} must be stored once, got {encoded.codes.name} too")
         self.encoded[name] = encoded
@@ -95,7 +95,7 @@ class StoredTensors:
             )
 
     def finish(self, method: str) -> tuple[dict[str, Entry], Encoding]:
-        """Return the tensors that the checkpoint stands for, in the order of its files, and how it is stored."""
+        """Return the weights of the checkpoint, in the order of its files, and its encoding."""
         if self.drop(CACHE_SCALES):
             self.note_cache()
         in_place = {encoded.codes.name: (name, encoded) for name, encoded in self.encoded.items()}
@@ -111,7 +111,7 @@ class StoredTensors:
 
 
 def placed(codes: Stored, shape: tuple[int, ...]) -> dict[str, object]:
-    """Return the fields of an Entry of this shape, at the place of its codes."""
+    """Return the fields of an Entry of this shape, at the position of its codes."""
     return {"file": codes.entry.file, "dtype": torch.float32, "shape": shape, "start": codes.entry.start}
 
 

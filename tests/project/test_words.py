@@ -1,0 +1,140 @@
+"""Prose is standard technical English: no idioms that only we use, and pages that are wrapped at 120 columns."""
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+SOURCES = sorted((ROOT / "lineate").rglob("*.py"))
+COLUMNS = 120
+
+# Each idiom, and in the comment what to write instead.
+IDIOMS = {
+    "so many": r"\bso (?:many|much)\b(?! (?:\w+ )?(?:that|as)\b)",  # "n rows", "the given number of ranks"
+    "beside": r"\bbeside\b(?!:)",  # "next to", "compared with", "besides", "in parallel with"
+    "looked at": r"\b(?:looks|looked|looking) at\b|\b(?:not|to|never) look at\b",  # "checked", "read", "inspected"
+    "made again": r"\b(?:made|said|asked|done) again\b",  # "repeated", "replayed", "recomputed"
+    "as it is": r"\bas (?:it is|they are|it was|they were)(?=[.,;:)]|$| and\b| or\b)",  # "unchanged", "by default"
+    "nobody": r"\bnobody\b|\bwho (?:asks|calls|remembers)\b",  # the caller or the component
+    "mended": r"\bmend(?:s|ed|ing)?\b",  # "fixed"
+    "apart": r"\bapart\b(?! from\b|:)",  # "separately", "separate"
+}
+WHAT = "docstring that begins with What"  # name the thing: "Return the ...", "The ..."
+
+# Packages with idioms left, and how many at most: these numbers may only fall. All others have none.
+LEFT = {
+    "lineate": 8,
+    "lineate/forms": 2,
+    "lineate/generation": 7,
+    "lineate/layers": 13,
+    "lineate/models": 13,
+    "lineate/native": 3,
+    "lineate/ops": 5,
+    "lineate/quantised": 4,
+}
+
+
+def plain(text: str) -> str:
+    """Return a text without inline code and without lines that are tables or equations (two spaces inside)."""
+    lines = [line for line in text.split("\n") if not re.search(r"\S {2,}\S", line.strip())]
+    return re.sub(r"(`+).*?\1", " ", " ".join(" ".join(lines).split()))
+
+
+def prose_of_source(source: str) -> Iterator[tuple[int, str, str]]:
+    """Yield the line, the kind and the text of docstrings, blocks of comments, and strings of several words."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [x for x in ast.walk(ast.parse(source)) if isinstance(x, documented) and ast.get_docstring(x)]
+    first = {x.body[0].lineno for x in nodes}
+    comment: list[tuple[int, str]] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            if comment and token.start[0] > comment[-1][0] + 1:
+                yield comment[0][0], "comment", "\n".join(x for _, x in comment)
+                comment = []
+            comment.append((token.start[0], token.string.lstrip("#: ")))
+        elif token.type == tokenize.STRING and " " in token.string:
+            kind = "docstring" if token.start[0] in first else "string"
+            yield token.start[0], kind, token.string.strip("rbfRBF").strip("\"'")
+    if comment:
+        yield comment[0][0], "comment", "\n".join(x for _, x in comment)
+
+
+def idioms_of(text: str, kind: str = "text") -> Iterator[str]:
+    """Yield the idioms of a text, each as often as it occurs."""
+    found = plain(text)
+    for name, pattern in IDIOMS.items():
+        yield from [name] * len(re.findall(pattern, found, re.IGNORECASE))
+    if kind == "docstring" and re.match(r"What\b", text):
+        yield WHAT
+
+
+def paragraphs(page: str) -> Iterator[str]:
+    """Yield the paragraphs of a page outside of its code."""
+    text = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for line in text.split("\n") if not re.match(r" {4}(?! *[-*] )", line)]
+    yield from "\n".join(lines).split("\n\n")
+
+
+def package_of(path: Path) -> str:
+    """Return the package of a source file as LEFT names it: "lineate" for the files at the root."""
+    parts = path.relative_to(ROOT).parts
+    if parts[1:3] in (("models", "families"), ("models", "files")):
+        return "/".join(parts[:3])
+    return "/".join(parts[: min(2, len(parts) - 1)])
+
+
+def test_pages_have_no_idioms():
+    found = [
+        f"{path.relative_to(ROOT)}: {name}: {plain(text)[:80]}"
+        for path in PAGES
+        for text in paragraphs(path.read_text())
+        for name in idioms_of(text)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_sources_have_no_idioms():
+    """Docstrings, comments and messages; packages that are not finished have at most as many as LEFT says."""
+    places: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for line, kind, text in prose_of_source(path.read_text()):
+            for name in idioms_of(text, kind):
+                places.setdefault(package_of(path), []).append(f"{path.relative_to(ROOT)}:{line}: {name}")
+    too_many = {name: found for name, found in places.items() if len(found) > LEFT.get(name, 0)}
+    shown = [f"{name} has {len(found)}, at most {LEFT.get(name, 0)}:" for name, found in too_many.items()]
+    assert not too_many, "\n".join([*shown, *(x for found in too_many.values() for x in found)])
+    assert not {name for name in LEFT if not (ROOT / name).is_dir()}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_pages_are_wrapped(path):
+    """Prose has at most 120 columns without the targets of links; tables, code and images may be wider."""
+    text = re.sub(r"^```.*?^```", lambda code: "\n" * code[0].count("\n"), path.read_text(), flags=re.M | re.S)
+    lines = [re.sub(r"\]\([^)]*\)", "]", line) for line in text.split("\n")]
+    wide = [n for n, line in enumerate(lines, 1) if len(line) > COLUMNS and not re.match(r"\||    |!\[|<!--", line)]
+    assert not wide, f"lines {wide}"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "found"),
+    [
+        ("Return so many rows.", "docstring", ["so many"]),
+        ("There are so many rows that it is slow.", "docstring", []),
+        ("The codes are taken as they are.", "comment", ["as it is"]),
+        ("It is refused, as it is too large.", "string", []),
+        ("Scores beside a walk; `changes.beside`; beside: a flag.", "text", ["beside"]),
+        ("Calls that are made again are not looked at.", "text", ["looked at", "made again"]),
+        ("Look at the plot: apart from one point, the lines are 2 apart.", "text", ["apart"]),
+        ("What a rank holds.", "docstring", [WHAT]),
+        ("What a rank holds.", "comment", []),
+    ],
+)
+def test_idioms_are_found(text, kind, found):
+    assert Counter(idioms_of(text, kind)) == Counter(found)
