@@ -111,10 +111,11 @@ class Inputs:
         dt_bias: Tensor | None = None,
     ) -> None:
         # As dataclass would, at a third of the time: it sets the fields of a frozen class one by one.
-        self.__dict__.update(
-            q=q, k=k, v=v, log_decay=log_decay, beta=beta, state=state, cu_seqlens=cu_seqlens, A_log=A_log,
-            dt_bias=dt_bias,
-        )  # fmt: skip
+        tensors = {
+            "q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state, "cu_seqlens": cu_seqlens,
+            "A_log": A_log, "dt_bias": dt_bias,
+        }  # fmt: skip
+        object.__setattr__(self, "__dict__", tensors)
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor | None]) -> Self:

@@ -308,6 +308,7 @@ def trace_layer(model: HybridLM, layer: int, x: Tensor) -> Trace:
     row = rule_named(kind.rule or kind.name) or select_rule(found)
     given = Trace(layer, kind.letter, kind.name, found.q[0], found.k[0], found.v[0], log_decay, beta, row)
     try:
+        found.refuse_unread(("q", "k", "v", "log_decay", "beta"), "a picture")
         check_inputs(row, found)
         check_one_rate(found.beta)
     except (TypeError, ValueError) as error:

@@ -10,8 +10,8 @@ from lineate.checks import check_bounds
 from lineate.native.call import States, Tensors, dense, run
 from lineate.rule import full_precision
 from lineate.torch_ops.chunk_op import OPTIONS, Outputs, register
-from lineate.torch_ops.registrar import Way, way_of
 from lineate.torch_ops.schema import Flat, declare_call_op
+from lineate.torch_ops.tracing import PLAIN_TENSORS, recorded
 
 READS = ("q", "k", "v", "log_decay", "beta", "state", "cu_seqlens")
 """The tensors of a call that the C code reads."""
@@ -117,7 +117,12 @@ def recurrent(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
 
     An op costs microseconds, so it is used only while calls are recorded, and for subclasses and virtual tensors.
     """
-    if way_of(inputs.tensors()) in (Way.OP, Way.VIRTUAL):
+    as_op = recorded()
+    if not as_op:
+        for x in inputs.tensors():  # one loop, since every token of decoding goes through it
+            if x is not None and (type(x) not in PLAIN_TENSORS or x.is_neg() or x._is_zerotensor()):
+                as_op = True
+    if as_op:
         output, final = _recurrent_op(*_FLAT.flatten(inputs, options))
         return output, final
     return _recurrent(inputs, options)

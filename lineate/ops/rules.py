@@ -39,6 +39,7 @@ from lineate.forms.parallel import parallel
 from lineate.forms.recurrent import recurrent
 from lineate.forms.stability import watch_writes
 from lineate.native import ops as native_ops
+from lineate.ops.key_sums import divide_by_last, with_ones
 from lineate.ops.softmax import KeyValueCache, check_cache, softmax
 from lineate.plans import repeat, repeat_signature
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule, compute_dtype, full_precision
@@ -455,7 +456,8 @@ def attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
         inputs = inputs.replace(state=empty_state(q, v, inputs.cu_seqlens, compute_dtype(v.dtype), shared=shared))
     if plan.backend == "native":
         return Attended(*(native_ops.chunkwise if plan.form == "chunkwise" else native_ops.recurrent)(inputs, options))
-    if plan.form == "chunkwise" and plan.backend == "torch" and not transformed() and _chunkwise_reads(rule):
+    by_hand = all(name in CHUNKWISE_READS for name in rule.gates)
+    if plan.form == "chunkwise" and plan.backend == "torch" and by_hand and not transformed():
         return Attended(*chunkwise(inputs, options))
     checks.check_decay(inputs.log_decay)
     if rule.corrects:
@@ -474,11 +476,6 @@ def attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
     return Attended(*_attend_torch(run, inputs, options))
 
 
-def _chunkwise_reads(rule: Rule) -> bool:
-    """Whether the chunkwise form that is written by hand knows all gates of a rule."""
-    return all(name in CHUNKWISE_READS for name in rule.gates)
-
-
 @full_precision_backward
 def _attend_torch(run: Form, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     with full_precision(inputs.q):
@@ -491,17 +488,3 @@ def _feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> Callable[[Ten
         return feature_map
     checks.check_choice("feature_map", feature_map, ("identity", "elu+1"))
     return None if feature_map == "identity" else lambda x: torch.nn.functional.elu(x) + 1
-
-
-def with_ones(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Append a column of ones to v, in whose column the memory sums the keys (see divide_by_last); widen float16."""
-    if v.dtype == torch.float16:  # sums over many tokens exceed its range before they are divided
-        q, k, v = q.float(), k.float(), v.float()
-    return q, k, torch.cat((v, torch.ones_like(v[..., :1])), dim=-1)
-
-
-def divide_by_last(output: Tensor, dtype: torch.dtype, smallest: float = 1e-6) -> Tensor:
-    """Divide by the last column, q . (sum of keys), kept at least `smallest` away from 0, and convert to dtype."""
-    total = output[..., -1:]
-    total = torch.where(total.abs() < smallest, torch.copysign(total.new_full((), smallest), total), total)
-    return (output[..., :-1] / total).to(dtype)

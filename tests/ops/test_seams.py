@@ -4,8 +4,10 @@
 with a message that names it; nothing drops it.
 """
 
+import importlib
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lineate
 from lineate import checks, dispatch, plans
 from lineate.call import Inputs, Options, RawGates, Request, Slots, described, in_one_dtype, spread_decay
+from lineate.explore import subject
 from lineate.forms import chunkwise as torch_form
 from lineate.forms.packing import run_chunked, run_packed
 from lineate.layers import LinearMixer, Memory
@@ -437,10 +440,16 @@ def test_segments():
     assert [x.dummy.shape[1] for x in probe.calls] == [T, 8]
 
 
+def test_pictures_refuse_it(monkeypatch):
+    kind = SimpleNamespace(trace=lambda mixer, x: drawn(1, state=None), rule=GATED_DELTA.name, label="own", letter="Z")
+    monkeypatch.setattr(subject, "kind_of", lambda letter: SimpleNamespace(name="own", **vars(kind)))
+    model = SimpleNamespace(config=SimpleNamespace(letters="Z"), layers=[SimpleNamespace(mixer=None)])
+    with pytest.raises(ValueError, match="dummy must be None for a picture, which does not read it"):
+        subject.trace_layer(model, 0, torch.zeros(1, T, 8))
+
+
 def test_kernels_refuse_it():
     pytest.importorskip("triton")
-    import importlib
-
     call, decode, token = (
         importlib.import_module(f"lineate.kernels.{name}") for name in ("call", "portable.decode", "layers.token")
     )
