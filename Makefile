@@ -40,8 +40,8 @@ test: $(STAMP) ## run the fast tests on the CPU (minutes)
 	@$(GET_BROWSER) || true
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS) $(ARGS)
 
-test-quick: $(STAMP) ## run one quick case of each test function (2 to 3 minutes)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS) --quick $(ARGS)
+test-quick: $(STAMP) ## run one quick case of each test function (a minute and a half)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS) --quick --durations 5 --durations-min 1 $(ARGS)
 
 test-all: $(STAMP) ## run the fast and the slow tests on the CPU (half an hour)
 	@$(GET_BROWSER) || true

@@ -151,6 +151,7 @@ def test_the_tables_have_the_numbers_of_the_json(run: tuple[Path, str], page: Pa
     }
 
 
+@pytest.mark.cover
 def test_the_page_says_what_the_terminal_said(run: tuple[Path, str], page: Page) -> None:
     terminal = " ".join(run[1].split())
     for scene in ("1  Many pairs in one memory", "5  What it costs", "Summary", "Why each rule was invented"):

@@ -156,6 +156,7 @@ def test_keyboard_only(page):
     page.locator("#answers caption", has_text="Asked for B").wait_for()
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("link", slow_but(["lesson=13", "lesson=kimi", "run=2", "code=1"], ["lesson=13"]))
 def test_a_wrong_link_is_said(page, link):
     page.goto(page.url.partition("#")[0] + f"#lessons?{link}")

@@ -1,6 +1,7 @@
 """Replicas under a local Ray, as `lineate serve --replicas 3` starts them: prefixes, kills, restarts, draining."""
 
 import asyncio
+import importlib.util
 import json
 import os
 import shutil
@@ -11,7 +12,8 @@ from functools import partial
 
 import pytest
 
-pytest.importorskip("ray", reason="lineate[ray] is not installed")
+if importlib.util.find_spec("ray") is None:  # importing it takes long, and these tests are slow ones
+    pytest.skip("lineate[ray] is not installed", allow_module_level=True)
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 pytest.importorskip("openai")

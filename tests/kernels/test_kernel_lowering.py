@@ -136,6 +136,7 @@ def test_launches_of_a_forward_are_linked_but_the_last_lets_nothing_begin(row, p
 BESIDE = {"grouped": True, "32 heads": True, "short": False, "48 heads": False, "packed": False, "cut": False}
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("size", BESIDE)
 def test_where_scores_are_made_beside_a_walk(size, process):
     """One sequence, long enough, with few heads, forwards and backwards; the gates clear the marks of both."""
@@ -151,6 +152,7 @@ def test_where_scores_are_made_beside_a_walk(size, process):
         assert not process.run(90, "rule", options | {"row": row, "dtype": dtype}, lowers=False).beside
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("size", ["grouped", "32 heads", "two rows", "cut", "many heads", "128"])
 @pytest.mark.parametrize("row", GATES)
 def test_what_is_compiled_ahead_is_what_is_launched(row, size, process):

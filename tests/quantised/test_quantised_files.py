@@ -348,7 +348,7 @@ def make_large(folder: Path, layers: int, vocab: int) -> tuple[int, int]:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 @pytest.mark.parametrize(
     ("layers", "vocab"),
-    [pytest.param(26, 2048, marks=pytest.mark.slow), (1, 2**17)],
+    [pytest.param(26, 2048, marks=pytest.mark.slow), (1, 2**16)],
     ids=["many layers", "a large embedding"],
 )
 def test_memory_grows_by_what_stays_and_one_block(layers, vocab, tmp_path):

@@ -37,6 +37,7 @@ def test_pushes_together_are_the_decoded_text(all_tokenizers, data, keep):
         assert "".join(pushed(tokenizer, ids, keep_special=keep)) == tokenizer.decode(ids, keep_special=keep)
 
 
+@pytest.mark.cover
 @settings(max_examples=100, deadline=None)
 @given(text=st.text())
 @example(text="\U0001f469\u200d\U0001f680 \u4e2d\u6587 na\u00efve")

@@ -101,6 +101,7 @@ def test_regenerating_keeps_the_other_version(server, page):
     assert texts(page) == ["Choose", "Tails."]
 
 
+@pytest.mark.cover
 def test_regenerating_with_a_seed_draws_with_the_next_one(server, window, page):
     """The same seed would give the same answer again; a retry, which replaces nothing, keeps its seed."""
     page.click("#open-settings")

@@ -76,6 +76,7 @@ def test_an_answer_looks_as_if_it_came_at_once(page):
     assert wrong == []
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("kind", LONG)
 def test_the_work_grows_with_the_text(kind, page):
     """Count the nodes that are made and the searches in the text while 40 and 160 KB come in pieces."""
@@ -111,6 +112,7 @@ def test_the_work_grows_with_the_text(kind, page):
         assert long["made"] <= 4 * long["left"] + 4 * 320  # a piece makes again only what it continues
 
 
+@pytest.mark.cover
 def test_marks_that_are_too_far_from_their_partners_are_text(page):
     """What shows `<` and `&` after such a mark is text as well."""
     far, near = "x " * 1001, "x " * 900
@@ -128,6 +130,7 @@ def test_marks_that_are_too_far_from_their_partners_are_text(page):
     ]  # fmt: skip
 
 
+@pytest.mark.cover
 def test_an_answer_that_begins_otherwise_is_drawn_anew(page):
     found = page.evaluate(f"""async () => {{ {SHOW}
         const parent = document.createElement("div"), growing = new Growing(parent);
