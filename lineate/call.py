@@ -1,41 +1,165 @@
 """The types that describe one call of a rule: its tensors, the caller's request, and the options it runs with.
 
-The public ops and `torch.library` take flat arguments; everything between them passes these values. They are named
-tuples because one-token calls make them for every token, and because torch.compile traces them.
+The public ops and `torch.library` take flat arguments; everything between them passes these values. torch.compile
+traces them, and one-token calls make them for every token, so making one costs less than a microsecond.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from lineate.rule import compute_dtype
+from lineate.rule import Rule, compute_dtype
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that q, k, v and the gates may have."""
+Role = Literal["operand", "gate", "state", "bounds", "parameter"]
 
 
-class Inputs(NamedTuple):
-    """The tensors of a call. An absent gate is None; an absent state is an empty memory."""
+class Field(NamedTuple):
+    """One tensor of a call: what code that treats all tensors alike (cutting, casting, saving) needs to know of it."""
 
-    q: Tensor
+    name: str
+    """Its name in Inputs, in schemas and in messages."""
+    role: Role
+    """An operand is q, k or v; a gate has a number for each token; a parameter turns raw gates into gates."""
+    shapes: tuple[str, ...]
+    """The shapes that it may have, in the letters of rule.py."""
+
+    @property
+    def tokens(self) -> bool:
+        """Whether dimension 1 is the tokens, so that sequences and chunks are slices of it."""
+        return self.role in ("operand", "gate")
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether a call has a gradient with respect to it."""
+        return self.role != "bounds"
+
+
+def _is(role: Role, *shapes: str) -> dict[str, Any]:
+    return {"role": role, "shapes": shapes}
+
+
+Kind = TypeVar("Kind", bound="Inputs")
+
+
+def described(kind: type[Kind]) -> type[Kind]:
+    """Return Inputs, or a class derived from it, with its fields listed by what they are."""
+    kind.FIELDS = tuple(Field(x.name, x.metadata["role"], x.metadata["shapes"]) for x in fields(kind))
+    kind.NAMES = tuple(x.name for x in kind.FIELDS)
+    kind.OPERANDS = tuple(x.name for x in kind.FIELDS if x.role == "operand")
+    kind.GATES = tuple(x.name for x in kind.FIELDS if x.role == "gate")
+    kind.OF_TOKENS = tuple(x.name for x in kind.FIELDS if x.tokens)
+    kind.DIFFERENTIABLE = tuple(x.name for x in kind.FIELDS if x.differentiable)
+    return kind
+
+
+@described
+@dataclass(frozen=True, kw_only=True, eq=False, init=False)
+class Inputs:
+    """The tensors of a call, by name. An absent gate is None; an absent state is an empty memory.
+
+    A call with other tensors is a copy, `inputs.replace(state=state)`; code that treats tensors alike names no field
+    but asks for those that it means (`OF_TOKENS`, `GATES`, ...), so that a new field needs no change there.
+    """
+
+    FIELDS: ClassVar[tuple[Field, ...]]
+    NAMES: ClassVar[tuple[str, ...]]
+    """The names of all fields, in their order."""
+    OPERANDS: ClassVar[tuple[str, ...]]
+    """Those of q, k and v."""
+    GATES: ClassVar[tuple[str, ...]]
+    """Those of the gates, by which a rule is selected."""
+    OF_TOKENS: ClassVar[tuple[str, ...]]
+    """Those whose dimension 1 is the tokens."""
+    DIFFERENTIABLE: ClassVar[tuple[str, ...]]
+    """Those that may have a gradient."""
+
+    q: Tensor = field(metadata=_is("operand", "b t h k"))
     """`b t h k`."""
-    k: Tensor
+    k: Tensor = field(metadata=_is("operand", "b t h k"))
     """`b t h k`."""
-    v: Tensor
+    v: Tensor = field(metadata=_is("operand", "b t hv v"))
     """`b t hv v`."""
-    log_decay: Tensor | None = None
+    log_decay: Tensor | None = field(default=None, metadata=_is("gate", "b t hv", "b t hv k"))
     """`b t hv`, `b t hv k`, or None; the raw gate if Options.raw_decay. (Ops also take `hv`: see spread_decay.)"""
-    beta: Tensor | None = None
+    beta: Tensor | None = field(default=None, metadata=_is("gate", "b t hv", "b t hv v"))
     """`b t hv`, `b t hv v`, or None; the raw logit if Options.raw_beta."""
-    state: Tensor | None = None
+    state: Tensor | None = field(default=None, metadata=_is("state", "b hv k v", "n_seqs hv k v"))
     """`b hv k v`; `n_seqs hv k v` for packed sequences."""
-    cu_seqlens: Tensor | None = None
+    cu_seqlens: Tensor | None = field(default=None, metadata=_is("bounds", "n_seqs + 1"))
     """`n_seqs + 1`: where the sequences packed into one row begin and end."""
-    A_log: Tensor | None = None
+    A_log: Tensor | None = field(default=None, metadata=_is("parameter", "hv"))
     """`hv`, for raw gates: log_decay = rule.decay_of_gate(gate, A_log, dt_bias), beta = beta_scale sigmoid(logit)."""
-    dt_bias: Tensor | None = None
+    dt_bias: Tensor | None = field(default=None, metadata=_is("parameter", "hv", "hv k"))
     """`hv`, or `hv k`; only for raw gates."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        log_decay: Tensor | None = None,
+        beta: Tensor | None = None,
+        state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+    ) -> None:
+        # As dataclass would, at a third of the time: it sets the fields of a frozen class one by one.
+        self.__dict__.update(
+            q=q, k=k, v=v, log_decay=log_decay, beta=beta, state=state, cu_seqlens=cu_seqlens, A_log=A_log,
+            dt_bias=dt_bias,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, tensors: dict[str, Tensor | None]) -> Self:
+        """Return the call with these tensors, which are all fields in their order; the dictionary is kept."""
+        call = object.__new__(cls)
+        object.__setattr__(call, "__dict__", tensors)
+        return call
+
+    def replace(self, **changed: Tensor | None) -> Self:
+        """Return a copy in which the named tensors are others."""
+        for name in changed:
+            if name not in self.NAMES:
+                raise TypeError(f"{name!r} must be a field of {type(self).__name__}, one of {', '.join(self.NAMES)}")
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__, **changed)
+        return copy
+
+    def map(self, run: Callable[[Tensor], Tensor], names: Iterable[str] | None = None) -> Self:
+        """Return a copy in which each tensor x of these fields (None: of all) is run(x); absent ones stay absent."""
+        found = ((name, getattr(self, name)) for name in (self.NAMES if names is None else names))
+        return self.replace(**{name: run(x) for name, x in found if x is not None})
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return all tensors in the order of NAMES, for code that keeps them in that order and nothing else."""
+        return tuple(self.__dict__.values())  # of all fields, in their order: no other way of making it is as fast
+
+    def given(self) -> dict[str, Tensor]:
+        """Return the tensors that are there, by name."""
+        return {name: x for name in self.NAMES if (x := getattr(self, name)) is not None}
+
+    def gates(self) -> tuple[str, ...]:
+        """Return the names of the gates that are there."""
+        return tuple(name for name in self.GATES if getattr(self, name) is not None)
+
+    def refuse_unread(self, reads: Iterable[str], reader: str) -> None:
+        """Raise if a tensor is there that the reader does not read: a call without it is another call."""
+        for name in self.NAMES:
+            if name not in reads and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} must be None for {reader}, which does not read it, got a tensor; leave it None"
+                )
+
+    def at(self, tokens: slice, state: Tensor | None = None) -> Self:
+        """Return these tokens of every row, to run from this state; they are no longer packed."""
+        return self.map(lambda x: x[:, tokens], self.OF_TOKENS).replace(state=state, cu_seqlens=None)
 
 
 class Slots(NamedTuple):
@@ -64,11 +188,29 @@ class Request(NamedTuple):
     """Whether q and k are l2-normalised inside."""
 
 
+class RawGates(NamedTuple):
+    """Which gates of a call are raw, and how they become gates."""
+
+    raw_decay: bool = True
+    """Whether log_decay is a raw gate."""
+    raw_beta: bool = True
+    """Whether beta is a raw logit."""
+    beta_scale: float = 1.0
+    """beta lies in (0, beta_scale)."""
+    lower_bound: float | None = None
+    """If given, log_decay lies in (lower_bound, 0)."""
+
+    @property
+    def which(self) -> bool | str:
+        """The same as one value: "log_decay" or "beta" if only that one is raw."""
+        return which_are_raw(self.raw_decay, self.raw_beta)
+
+
 class Options(NamedTuple):
     """How a call runs: everything that is not a tensor."""
 
-    corrects: bool
-    """Whether the rule writes the error (delta rules) or the value itself."""
+    rule: Rule
+    """The row of the rule."""
     scale: float
     """Multiplies the output."""
     normalize_qk: bool = False
@@ -77,20 +219,22 @@ class Options(NamedTuple):
     """Tokens a chunk; the triton kernels take no other size than 64."""
     beta_scale: float = 1.0
     """beta lies in (0, beta_scale) where it is made from a raw logit."""
-    raw_gates: bool | str = False
-    """Whether the gates are raw; "log_decay" or "beta" if only that one is. There need not be an A_log."""
+    raw_decay: bool = False
+    """Whether log_decay is a raw gate. There need not be an A_log."""
+    raw_beta: bool = False
+    """Whether beta is a raw logit."""
     lower_bound: float | None = None
     """If given, log_decay of a raw gate lies in (lower_bound, 0)."""
 
     @property
-    def raw_decay(self) -> bool:
-        """Whether log_decay is a raw gate."""
-        return self.raw_gates in (True, "log_decay")
+    def corrects(self) -> bool:
+        """Whether the rule writes the error (delta rules) or the value itself."""
+        return self.rule.corrects
 
     @property
-    def raw_beta(self) -> bool:
-        """Whether beta is a raw logit."""
-        return self.raw_gates in (True, "beta")
+    def raw_gates(self) -> bool | str:
+        """Whether the gates are raw; "log_decay" or "beta" if only that one is."""
+        return which_are_raw(self.raw_decay, self.raw_beta)
 
 
 def in_one_dtype(inputs: Inputs) -> Inputs:
@@ -105,20 +249,20 @@ def in_one_dtype(inputs: Inputs) -> Inputs:
         if not all(x.dtype in FLOATING for x in (q, k, v)):
             return inputs
         dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-        inputs = inputs._replace(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype))
+        inputs = inputs.map(lambda x: x.to(dtype), inputs.OPERANDS)
     if isinstance(state, Tensor) and state.dtype != compute_dtype(inputs.v.dtype) and state.is_floating_point():
-        inputs = inputs._replace(state=state.to(compute_dtype(inputs.v.dtype)))
+        inputs = inputs.replace(state=state.to(compute_dtype(inputs.v.dtype)))
     return inputs
 
 
 def spread_decay(inputs: Inputs) -> Inputs:
-    """Return the inputs with a constant log_decay of each head, `hv`, as a view `b t hv`; others as they are."""
+    """Return the inputs with a constant log_decay of each head, `hv`, as a view `b t hv`; others unchanged."""
     v, log_decay = inputs.v, inputs.log_decay
     if not isinstance(log_decay, Tensor) or log_decay.dim() != 1 or not isinstance(v, Tensor) or v.dim() != 4:
         return inputs
     if log_decay.shape[0] != v.shape[2]:
         return inputs
-    return inputs._replace(log_decay=log_decay.expand(*v.shape[:3]))
+    return inputs.replace(log_decay=log_decay.expand(*v.shape[:3]))
 
 
 def spread_bias(dt_bias: Tensor, gate: Tensor) -> Tensor:

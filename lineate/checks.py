@@ -16,8 +16,12 @@ _LETTERS = "(b, t, h, k)"
 
 def check_inputs(rule: Rule, inputs: Inputs) -> None:
     """Check q, k, v and the gates of one call against each other and against what the rule takes."""
-    q, k, v, log_decay, beta = inputs[:5]
-    check_qkv(q, k, v)
+    q, v, log_decay, beta = inputs.q, inputs.v, inputs.log_decay, inputs.beta
+    check_qkv(q, inputs.k, v)
+    for name in inputs.gates():
+        if name not in rule.gates:
+            taken = ", ".join(rule.gates) or "no gates"
+            raise ValueError(f"{name} must be None for {rule.name}, which takes {taken}, got a tensor; leave it None")
     b, t, hv, value_dim = v.shape
     key_dim = q.shape[-1]
     if log_decay is not None or "none" not in rule.decays:
@@ -31,7 +35,7 @@ def check_inputs(rule: Rule, inputs: Inputs) -> None:
             wanted = " or ".join(f"{letters[d]} = {shapes[d]}" for d in rule.decays if d != "none")
             remedy = _decay_remedy(rule, log_decay, shapes) or _gate_hint("log_decay", log_decay, allowed)
             raise ValueError(f"log_decay must have shape {wanted}, got {tuple(log_decay.shape)}{remedy}")
-    if beta is not None or rule.corrects:
+    if "beta" in rule.gates:
         _check_tensor("beta", beta, q, missing=f"to write at full rate pass torch.ones{(b, t, hv)}")
         assert beta is not None
         allowed = [(b, t, hv), (b, t, hv, value_dim)]
@@ -41,6 +45,23 @@ def check_inputs(rule: Rule, inputs: Inputs) -> None:
                 f"or (b, t, hv, v) = {(b, t, hv, value_dim)}, got {tuple(beta.shape)}"
                 + _gate_hint("beta", beta, allowed)
             )
+    _check_other_gates(rule, inputs)
+
+
+def _check_other_gates(rule: Rule, inputs: Inputs) -> None:
+    """Check the gates of a rule that have no check of their own against the shapes that their fields have."""
+    b, t, hv, value_dim = inputs.v.shape
+    sizes = {"b": b, "t": t, "hv": hv, "v": value_dim, "k": inputs.q.shape[-1]}
+    for field in inputs.FIELDS:
+        if field.name not in rule.gates or field.name in ("log_decay", "beta"):
+            continue
+        gate = getattr(inputs, field.name)
+        _check_tensor(field.name, gate, inputs.q, missing=f"{rule.name} takes it for each token")
+        allowed = {letters: tuple(sizes[x] for x in letters.split()) for letters in field.shapes}
+        if tuple(gate.shape) not in allowed.values():
+            wanted = " or ".join(f"({', '.join(letters.split())}) = {shape}" for letters, shape in allowed.items())
+            hint = _gate_hint(field.name, gate, list(allowed.values()))
+            raise ValueError(f"{field.name} must have shape {wanted}, got {tuple(gate.shape)}{hint}")
 
 
 def check_one_rate(beta: Tensor | None) -> None:

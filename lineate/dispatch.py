@@ -7,18 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lineate import checks
-from lineate.again import PLAIN_OPTIONS
+from lineate import checks, kernels
 from lineate.call import Inputs, Options, Request, in_one_dtype, spread_decay
+from lineate.forms import chunkwise, parallel, recurrent
+from lineate.native import ops as native
 from lineate.native.build import why_not
-from lineate.recent import RecentlyUsed
-from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
+from lineate.plans import PLANS, call_signature
+from lineate.rule import RULES, Rule
 from lineate.system.processor import why_wide
 from lineate.torch_ops import flops
-from lineate.torch_ops.tracing import PLAIN_TENSORS, constant_in_graphs, needs_grad, recorded, transformed
+from lineate.torch_ops.tracing import constant_in_graphs, needs_grad, transformed
 from lineate.torch_ops.zeros import read_zeros
-
-Signature = tuple[object, ...]
 
 FORMS = ("auto", "recurrent", "chunkwise", "parallel")
 BACKENDS = ("auto", "torch", "native", "triton")
@@ -31,6 +30,18 @@ TRANSFORMED = "torch.func transforms and forward mode know torch's functions alo
 """Why only the torch backend runs inside a transform."""
 # Up to this many tokens the token loop beats setting up a chunk (bench/rules/cpu.py, table "short").
 RECURRENT_UP_TO = 8
+
+
+READS = {
+    ("recurrent", "torch"): recurrent.READS,
+    ("chunkwise", "torch"): tuple({*chunkwise.READS, *parallel.READS}),  # of the parallel form, chunk by chunk
+    ("parallel", "torch"): parallel.READS,
+    ("recurrent", "native"): native.READS,
+    ("chunkwise", "native"): native.READS,
+    ("recurrent", "triton"): kernels.RECURRENT_READS,
+    ("chunkwise", "triton"): kernels.CHUNKWISE_READS,
+}
+"""The tensors of a call that each form reads on each backend; a call with another one is not served by it."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,8 @@ class Facts:
     """Tokens a row."""
     width: int
     """The larger of k and v."""
+    given: tuple[str, ...] = ()
+    """The names of the tensors that are there; raw gates become gates before a backend that takes none."""
     packed: bool = False
     """Whether there are cu_seqlens."""
     beta_per_channel: bool = False
@@ -89,6 +102,8 @@ def resolve(rule: Rule, facts: Facts, request: Request) -> Plan:
             "is supported by form='recurrent' only"
         )
     if form != "auto":
+        if unread := _unread(form, "torch", facts):
+            raise ValueError(f"form={form!r} cannot serve this call: it {unread}; use form='auto'")
         why_form = f"form {form!r} as asked"
     elif facts.beta_per_channel:
         form, why_form = "recurrent", "form 'recurrent' because beta has one rate per value channel"
@@ -96,6 +111,9 @@ def resolve(rule: Rule, facts: Facts, request: Request) -> Plan:
         form, why_form = "recurrent", f"form 'recurrent' because t is at most {RECURRENT_UP_TO}: decoding"
     else:
         form, why_form = "chunkwise", "form 'chunkwise': linear in t, quadratic only inside a chunk"
+    if unread := _unread(form, "torch", facts):
+        form, why_form = _form_that_reads(facts), f"because form {form!r} {unread}"
+        why_form = f"form {form!r} {why_form}"
 
     obstacles = {
         "native": _native_obstacle(form, facts) or facts.no_native,
@@ -119,6 +137,22 @@ def resolve(rule: Rule, facts: Facts, request: Request) -> Plan:
     return Plan(rule.name, form, backend, size, "; ".join(x for x in (why_form, why_backend, facts.wide) if x))
 
 
+def _unread(form: str, backend: str, facts: Facts) -> str | None:
+    """Return that a form does not read some of the call's tensors on a backend, or None if it reads all."""
+    reads = READS[form, backend]
+    missing = [name for name in facts.given if name not in reads]
+    return f"does not read {', '.join(missing)}" if missing else None
+
+
+def _form_that_reads(facts: Facts) -> str:
+    """Return the first form that reads all tensors of a call."""
+    for form in FORMS[1:]:
+        if _unread(form, "torch", facts) is None:
+            return form
+    unread = _unread(FORMS[1], "torch", facts)
+    raise ValueError(f"no form can serve this call: form {FORMS[1]!r} {unread}; leave it None")
+
+
 def _native_obstacle(form: str, facts: Facts) -> str | None:
     """Return the feature of this call that the native backend does not support, or None."""
     if facts.device != "cpu":
@@ -127,6 +161,8 @@ def _native_obstacle(form: str, facts: Facts) -> str | None:
         return "the native backend computes in float32, got float64 inputs"
     if form == "parallel":
         return "the native backend has no parallel form"
+    if unread := _unread(form, "native", facts):
+        return f"the native backend {unread}"
     if form == "recurrent" and facts.beta_per_channel:
         return "the native backend takes no beta per value channel"
     if form == "recurrent" and facts.needs_grad:
@@ -142,6 +178,8 @@ def _triton_obstacle(form: str, facts: Facts, chunk_size: int | None) -> str | N
         return "the triton kernels compute in float32, got float64 inputs"
     if form == "parallel":
         return "the triton backend has no parallel form"
+    if unread := _unread(form, "triton", facts):
+        return f"the triton backend {unread}"
     if form == "recurrent" and facts.needs_grad:
         return "the triton recurrent form has no gradients"
     if facts.width > TRITON_WIDTH:
@@ -190,56 +228,37 @@ def explain(
     Returns:
         The plan; print it, or read its fields.
     """
-    inputs = spread_decay(in_one_dtype(Inputs(q, k, v, log_decay, beta, state, cu_seqlens)))
+    given = Inputs(q=q, k=k, v=v, log_decay=log_decay, beta=beta, state=state, cu_seqlens=cu_seqlens)
     request = Request(scale, form, backend, chunk_size, normalize_qk)
-    plan, _ = check_and_resolve(select_rule(log_decay, beta), inputs, request)
+    plan, _ = check_and_resolve(select_rule(given), spread_decay(in_one_dtype(given)), request)
     checks.check_decay(log_decay)
     return plan
 
 
-def select_rule(log_decay: Tensor | None, beta: Tensor | None) -> Rule:
-    """Return the rule that takes these gates."""
-    if beta is None:
-        return LINEAR if log_decay is None else GATED_LINEAR
-    if log_decay is None:
-        return DELTA
-    return KIMI_DELTA if isinstance(log_decay, Tensor) and log_decay.dim() == 4 else GATED_DELTA
-
-
-# Plans and options of calls that passed every check, by all that they depend on: decoding makes the same call for every
-# token, and looking at it again would take a fifth of the step.
-KNOWN: RecentlyUsed[Signature, tuple[Plan, Options]] = RecentlyUsed(1024)
-
-
-def call_signature(tensors: tuple[Tensor | None, ...], options: tuple[object, ...]) -> Signature | None:
-    """Return a cache key of all but the tensors' values; None if the call is recorded or has other tensor types."""
-    if recorded():
-        return None
-    types = tuple(map(type, options))
-    if not PLAIN_OPTIONS.issuperset(types):
-        return None
-    parts: list[object] = [torch.is_grad_enabled(), transformed(), *options, *types]
-    for x in tensors:
-        if x is None:
-            parts.append(None)
-        elif type(x) in PLAIN_TENSORS:
-            parts += (x.shape, x.dtype, x.device, x.requires_grad)
-        else:
-            return None
-    return tuple(parts)
+def select_rule(inputs: Inputs) -> Rule:
+    """Return the rule that takes the gates of a call, for ops and mixers that do not name one."""
+    gates, log_decay = inputs.gates(), inputs.log_decay
+    shape = "channel" if isinstance(log_decay, Tensor) and log_decay.dim() == 4 else "head"
+    found = None
+    for rule in RULES:
+        if rule.gates == gates:
+            found = rule if found is None or shape in rule.decays else found
+    if found is None:
+        known = ", ".join(f"{rule.name} ({', '.join(rule.gates) or 'none'})" for rule in RULES)
+        raise ValueError(f"gates must be those of a rule, got {', '.join(gates)}; the rules take {known}")
+    return found
 
 
 def check_and_resolve(rule: Rule, inputs: Inputs, request: Request) -> tuple[Plan, Options]:
     """Check everything about one call except the values of its gates; return its plan and its options."""
     signature, bounds = None, inputs.cu_seqlens
     if bounds is None or (isinstance(bounds, Tensor) and bounds.is_cuda):  # on a CPU, every call checks their values
-        signature = call_signature(inputs[:7], request)
+        signature = call_signature("op", rule.name, inputs.tensors(), request)
     if signature is not None:
-        signature = (rule.name, *signature)
-        known = KNOWN.get(signature)
+        known: tuple[Plan, Options] | None = PLANS.get(signature)
         if known is not None:
             return known
-    q, k, v, log_decay, beta, state, cu_seqlens = inputs[:7]
+    q, v, beta, cu_seqlens = inputs.q, inputs.v, inputs.beta, inputs.cu_seqlens
     checks.check_choice("form", request.form, FORMS)
     checks.check_choice("backend", request.backend, BACKENDS)
     checks.check_chunk_size(request.chunk_size)
@@ -249,14 +268,15 @@ def check_and_resolve(rule: Rule, inputs: Inputs, request: Request) -> tuple[Pla
     b, t, _, key_dim = q.shape
     checks.check_cu_seqlens(cu_seqlens, b, t)
     n_states = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    checks.check_state(state, v, key_dim, n_states)
+    checks.check_state(inputs.state, v, key_dim, n_states)
     device = q.device.type
     facts = Facts(
         t,
         width=max(key_dim, v.shape[-1]),
         packed=cu_seqlens is not None,
         beta_per_channel=beta is not None and beta.dim() == 4,
-        needs_grad=needs_grad(q, k, v, log_decay, beta, state),
+        given=tuple(x.name for x in inputs.FIELDS if x.role != "parameter" and getattr(inputs, x.name) is not None),
+        needs_grad=needs_grad(*(getattr(inputs, name) for name in inputs.DIFFERENTIABLE)),
         transformed=transformed(),
         device=device,
         dtype=q.dtype,
@@ -265,9 +285,9 @@ def check_and_resolve(rule: Rule, inputs: Inputs, request: Request) -> tuple[Pla
         wide=why_wide(q.dtype) if device == "cpu" else None,
     )
     plan = resolve(rule, facts, request)
-    options = Options(rule.corrects, resolve_scale(request.scale, key_dim), request.normalize_qk, plan.chunk_size)
+    options = Options(rule, resolve_scale(request.scale, key_dim), request.normalize_qk, plan.chunk_size)
     if signature is not None:
-        KNOWN.put(signature, (plan, options))
+        PLANS.put(signature, (plan, options))
     return plan, options
 
 

@@ -24,9 +24,9 @@ from lineate.torch_ops.tracing import constant_in_graphs
 DecayShape = Literal["none", "head", "channel"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
-    """One row of the table: whether the rule corrects, and which decays it takes."""
+    """One row of the table. The row of a call selects its checks, forms and mixers; rows are compared by identity."""
 
     name: str
     """The public op's name, used in messages."""
@@ -34,20 +34,28 @@ class Rule:
     """Whether the write is the error v - S'^T k (delta rule) or the value itself."""
     decays: tuple[DecayShape, ...]
     """The shapes of log_decay it takes: per head (b t hv), per key channel (b t hv k), or none."""
+    gates: tuple[str, ...]
+    """The gates of lineate.call.Inputs that it takes, all of them, in their order there."""
 
 
-LINEAR = Rule("linear_attention", corrects=False, decays=("none",))
-GATED_LINEAR = Rule("gated_linear_attention", corrects=False, decays=("head", "channel"))
-DELTA = Rule("delta_rule", corrects=True, decays=("none",))
-GATED_DELTA = Rule("gated_delta_rule", corrects=True, decays=("head",))
-KIMI_DELTA = Rule("kimi_delta_attention", corrects=True, decays=("channel",))
+LINEAR = Rule("linear_attention", corrects=False, decays=("none",), gates=())
+GATED_LINEAR = Rule("gated_linear_attention", corrects=False, decays=("head", "channel"), gates=("log_decay",))
+DELTA = Rule("delta_rule", corrects=True, decays=("none",), gates=("beta",))
+GATED_DELTA = Rule("gated_delta_rule", corrects=True, decays=("head",), gates=("log_decay", "beta"))
+KIMI_DELTA = Rule("kimi_delta_attention", corrects=True, decays=("channel",), gates=("log_decay", "beta"))
 
 RULES = (LINEAR, GATED_LINEAR, DELTA, GATED_DELTA, KIMI_DELTA)
+_BY_NAME = {rule.name: rule for rule in RULES}
 
 
 def rule_named(name: str) -> Rule | None:
     """Return the row of a rule by its name; None if it is none of the equation's, such as softmax attention."""
-    return next((rule for rule in RULES if rule.name == name), None)
+    return _BY_NAME.get(name)
+
+
+def row_of(name: str) -> Rule:
+    """Return the row of a rule by its name, which an op of torch.library has instead of the row."""
+    return _BY_NAME[name]
 
 
 def step(

@@ -120,7 +120,7 @@ def rule_matrix(found: Trace, rule: str) -> Tensor:
         return _softmax(q, k, channels**0.5, None)
     one = found.under(rule)
     matrix = _matrix(one.q, one.k, one.log_decay, one.beta, channels**-0.5)
-    if found.rule == "linear_attention" and one.beta is None:  # the layer divides by q . sum of keys, a row's sum
+    if found.rule == "linear_attention" and not one.row.corrects:  # the layer divides by q . sum of keys, a row's sum
         return matrix / matrix.sum(-1, keepdim=True)
     return matrix
 

@@ -116,8 +116,8 @@ def add_gates(rule: str, k: Tensor, v: Tensor) -> Trace:
         fast, slow = (math.log10(x) for x in HALF_LIVES)
         half_lives = torch.logspace(fast, slow, dim)
         decay = (-math.log(2) / half_lives).expand(count, heads, dim)
-    beta = torch.ones(count, heads) if row.corrects else None
-    return Trace(0, "", rule, k, k, v, decay, beta)
+    beta = torch.ones(count, heads) if "beta" in row.gates else None
+    return Trace(0, "", rule, k, k, v, decay, beta, row)
 
 
 @torch.no_grad()

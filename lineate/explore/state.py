@@ -114,7 +114,7 @@ def watch_model(options: PictureOptions) -> Numbers:
         ],
         "norm": rounded(states.norm(dim=(1, 2))),
         "written": rounded(written),
-        "corrected": rounded(corrected) if found.beta is not None else None,
+        "corrected": rounded(corrected) if found.row.corrects else None,
         "forgotten": rounded(forgotten) if found.log_decay is not None else None,
     }
 
@@ -134,7 +134,7 @@ def steps(found: Trace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     for n in range(count):
         kept = decay[n][:, None] * state
         forgotten = (state - kept).norm()
-        known = kept.T @ k[n] if found.beta is not None else torch.zeros_like(v[n])
+        known = kept.T @ k[n] if found.row.corrects else torch.zeros_like(v[n])
         state = kept + beta[n] * torch.outer(k[n], v[n] - known)
         size = beta[n] * k[n].norm()
         rows.append((state, size * v[n].norm(), size * known.norm(), forgotten))

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from lineate.call import Inputs
 from lineate.checks import check_inputs, check_one_rate
 from lineate.console.names import nearest, user_path
+from lineate.dispatch import select_rule
 from lineate.explore.pictures import PictureOptions
 from lineate.layers import kind_of, kinds
 from lineate.models import HybridLM
 from lineate.models.config import HybridConfig
 from lineate.models.presets import PRESETS, preset
-from lineate.rule import RULES, rule_named
+from lineate.rule import RULES, Rule, rule_named
 from lineate.system.seeding import own_random_numbers
 from lineate.text import PublishedTokenizer, Tokenizer
 from lineate.torch_ops.tracing import cpu_by_default
@@ -109,24 +110,21 @@ class Trace:
     """`t hv` or `t hv k`."""
     beta: Tensor | None
     """`t hv`."""
+    row: Rule
+    """The row of the rule that it is given to."""
 
     @property
     def op(self) -> str:
-        """The public op that computes the rule, by the gates that it has."""
-        if self.beta is None:
-            return "linear_attention" if self.log_decay is None else "gated_linear_attention"
-        if self.log_decay is None:
-            return "delta_rule"
-        return "gated_delta_rule" if self.log_decay.dim() == 2 else "kimi_delta_attention"
+        """The public op that computes the rule."""
+        return self.row.name
 
     def head(self, index: int) -> "Trace":
         """Return one value head and the key head that serves it; all tensors are `t 1 ...`."""
         of_key = index // (self.v.shape[1] // self.k.shape[1])
         keys, values = slice(of_key, of_key + 1), slice(index, index + 1)
-        gates = [None if x is None else x[:, values] for x in (self.log_decay, self.beta)]
-        return Trace(
-            self.layer, self.letter, self.rule, self.q[:, keys], self.k[:, keys], self.v[:, values], gates[0], gates[1]
-        )
+        log_decay, beta = (None if x is None else x[:, values] for x in (self.log_decay, self.beta))
+        q, k, v = self.q[:, keys], self.k[:, keys], self.v[:, values]
+        return replace(self, q=q, k=k, v=v, log_decay=log_decay, beta=beta)
 
     def under(self, name: str) -> "Trace":
         """Return the same tokens for another rule: it drops gates that it lacks; those that the layer lacks stay open.
@@ -143,10 +141,10 @@ class Trace:
         if rule.decays == ("channel",) and decay.dim() == 2:
             decay = decay[..., None].expand(*decay.shape, self.k.shape[-1])
         beta = None
-        if rule.corrects:
+        if "beta" in rule.gates:
             beta = self.v.new_ones(self.v.shape[:2]) if self.beta is None else self.beta
         k = F.normalize(self.k, dim=-1) if rule.corrects else self.k
-        return replace(self, k=k, log_decay=None if rule.decays == ("none",) else decay, beta=beta)
+        return replace(self, k=k, log_decay=decay if "log_decay" in rule.gates else None, beta=beta, row=rule)
 
 
 def wants_model(options: PictureOptions) -> bool:
@@ -307,11 +305,10 @@ def trace_layer(model: HybridLM, layer: int, x: Tensor) -> Trace:
     if found.A_log is not None:
         raise ValueError(f"{where} must return log_decay and beta themselves, got raw gates with A_log; apply them")
     log_decay, beta = (None if x is None else x[0] for x in (found.log_decay, found.beta))
-    given = Trace(layer, kind.letter, kind.name, found.q[0], found.k[0], found.v[0], log_decay, beta)
+    row = rule_named(kind.rule or kind.name) or select_rule(found)
+    given = Trace(layer, kind.letter, kind.name, found.q[0], found.k[0], found.v[0], log_decay, beta, row)
     try:
-        rule = rule_named(given.op)
-        assert rule is not None
-        check_inputs(rule, found)
+        check_inputs(row, found)
         check_one_rate(found.beta)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where} must return what {given.op} can be called with: {error}") from None

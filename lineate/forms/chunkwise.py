@@ -25,17 +25,28 @@ import torch
 from torch import Tensor
 
 from lineate.call import Inputs, Options
-from lineate.checks import check_decay
+from lineate.checks import check_bounds, check_decay
 from lineate.forms.chunk import Chunk
 from lineate.forms.stability import watch_writes
-from lineate.rule import compute_dtype
-from lineate.torch_ops.chunk_op import Grads, Outputs, register
+from lineate.rule import compute_dtype, full_precision
+from lineate.torch_ops.chunk_op import Outputs, register
+
+READS = ("q", "k", "v", "log_decay", "beta", "state", "cu_seqlens")
+"""The tensors of a call that this form reads."""
 
 
 def run_forward(inputs: Inputs, options: Options, outputs: Outputs) -> None:
     """Fill the outputs, one chunk after the other; the shapes are those of lineate.call.Inputs."""
+    if inputs.cu_seqlens is not None:
+        check_bounds(inputs.cu_seqlens, inputs.q.shape[1])
+    with full_precision(inputs.q):
+        _fill_outputs(inputs, options, outputs)
+
+
+def _fill_outputs(inputs: Inputs, options: Options, outputs: Outputs) -> None:
     check_decay(inputs.log_decay)
-    watch_writes(inputs.k, inputs.beta, options.normalize_qk)
+    if options.corrects:
+        watch_writes(inputs.k, inputs.beta, options.normalize_qk)
     assert inputs.state is not None
     output, final, states = outputs
     for heads in _head_blocks(inputs.q, inputs.v):
@@ -50,10 +61,17 @@ def run_forward(inputs: Inputs, options: Options, outputs: Outputs) -> None:
 
 
 def run_backward(
-    inputs: Inputs, options: Options, states: Tensor, doutput: Tensor, dfinal: Tensor, grads: Grads
+    inputs: Inputs, options: Options, states: Tensor, doutput: Tensor, dfinal: Tensor, grads: Inputs
 ) -> None:  # fmt: skip
     """Fill the gradients, from the last chunk to the first; each chunk starts from the state that entered it."""
-    dq, dk, dv, dlog_decay, dbeta, dstate = grads
+    with full_precision(inputs.q):
+        _fill_gradients(inputs, options, states, doutput, dfinal, grads)
+
+
+def _fill_gradients(
+    inputs: Inputs, options: Options, states: Tensor, doutput: Tensor, dfinal: Tensor, grads: Inputs
+) -> None:  # fmt: skip
+    assert grads.state is not None
     for heads in _head_blocks(inputs.q, inputs.v):
         for sequence, chunks in _sequences(inputs, options.chunk_size):
             dS = heads.take_state(dfinal, sequence)
@@ -61,17 +79,16 @@ def run_backward(
                 S = heads.take_state(states[index], None)
                 chunk = heads.load(inputs, options, tokens)
                 grad = chunk.backward(S, heads.take(doutput, tokens, S.dtype), dS)
-                heads.put_keys(dq, tokens, grad.q)
-                heads.put_keys(dk, tokens, grad.k)
-                heads.put(dv, tokens, grad.v)
-                if grad.log_decay is not None:
-                    heads.put(dlog_decay, tokens, grad.log_decay)
-                if grad.beta is not None:
-                    heads.put(dbeta, tokens, grad.beta)
-            heads.put_state(dstate, sequence, dS)
+                heads.put_keys(grads.q, tokens, grad.q)
+                heads.put_keys(grads.k, tokens, grad.k)
+                heads.put(grads.v, tokens, grad.v)
+                for place, values in ((grads.log_decay, grad.log_decay), (grads.beta, grad.beta)):
+                    if place is not None and values is not None:
+                        heads.put(place, tokens, values)
+            heads.put_state(grads.state, sequence, dS)
 
 
-chunkwise = register("chunkwise", run_forward, run_backward)
+chunkwise = register("chunkwise", run_forward, run_backward, READS)
 
 ChunkSlices = list[tuple[int, slice]]
 """Each chunk's index among all chunks, and its tokens."""
@@ -106,12 +123,12 @@ class _Heads:
 
     def load(self, inputs: Inputs, options: Options, tokens: slice) -> Chunk:
         """Return the chunk of these tokens."""
-        q, k, v, log_decay, beta = inputs[:5]
-        dtype = compute_dtype(v.dtype)
-        QK = torch.stack([x[self.rows, tokens, self.keys].transpose(1, 2).to(dtype) for x in (q, k)], dim=2)
+        log_decay, beta = inputs.log_decay, inputs.beta
+        dtype = compute_dtype(inputs.v.dtype)
+        keys = (x[self.rows, tokens, self.keys].transpose(1, 2).to(dtype) for x in (inputs.q, inputs.k))
         return Chunk(
-            QK.flatten(0, 1),
-            self.take(v, tokens, dtype),
+            torch.stack(list(keys), dim=2).flatten(0, 1),
+            self.take(inputs.v, tokens, dtype),
             None if log_decay is None else self.take(log_decay, tokens, dtype),
             None if beta is None else self.take(beta, tokens, dtype),
             corrects=options.corrects,

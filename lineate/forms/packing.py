@@ -24,7 +24,7 @@ def run_packed(form: Form, inputs: Inputs, options: Options) -> tuple[Tensor, Te
     for i, (start, end) in enumerate(pairwise(bounds)):
         own = inputs.state[i : i + 1]
         if end > start:
-            output, own = form(_take(inputs, slice(start, end), own), options)
+            output, own = form(inputs.at(slice(start, end), own), options)
             outputs.append(output)
         states.append(own)
     return torch.cat(outputs, dim=1), torch.cat(states)
@@ -35,19 +35,6 @@ def run_chunked(form: Form, inputs: Inputs, options: Options) -> tuple[Tensor, T
     outputs, state = [], inputs.state
     assert state is not None
     for start in range(0, inputs.q.shape[1], options.chunk_size):
-        output, state = form(_take(inputs, slice(start, start + options.chunk_size), state), options)
+        output, state = form(inputs.at(slice(start, start + options.chunk_size), state), options)
         outputs.append(output)
     return torch.cat(outputs, dim=1), state
-
-
-def _take(inputs: Inputs, tokens: slice, state: Tensor) -> Inputs:
-    """Return these tokens of every row, to run from this state."""
-    log_decay, beta = inputs.log_decay, inputs.beta
-    return Inputs(
-        inputs.q[:, tokens],
-        inputs.k[:, tokens],
-        inputs.v[:, tokens],
-        None if log_decay is None else log_decay[:, tokens],
-        None if beta is None else beta[:, tokens],
-        state,
-    )

@@ -14,6 +14,8 @@ from torch import Tensor
 from lineate.call import Inputs, Options
 from lineate.rule import compute_dtype, normalize
 
+READS = ("q", "k", "v", "log_decay", "beta", "state", "cu_seqlens")
+"""The tensors of a call that this form reads; packed sequences come one by one."""
 # exp(-800) is 0 in float64, so a reset of -inf and one of -800 are the same, and differences of sums stay finite.
 _RESET = -800.0
 # Elements of one [rows, t, k] block of pairwise exponents.
@@ -52,10 +54,10 @@ def attention_matrix(inputs: Inputs, options: Options) -> Tensor:
 
 def _heads_first(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return q (scaled) and k `b hv t k`, G `b hv t 1|k` in float64, and beta `b hv t 1`."""
-    q, k, v, log_decay, beta = inputs[:5]
-    dtype = compute_dtype(v.dtype)
+    q, k, log_decay, beta = inputs.q, inputs.k, inputs.log_decay, inputs.beta
+    dtype = compute_dtype(inputs.v.dtype)
     b, t = q.shape[:2]
-    hv = v.shape[2]
+    hv = inputs.v.shape[2]
     q, k = q.to(dtype), k.to(dtype)
     if options.normalize_qk:
         q, k = normalize(q), normalize(k)

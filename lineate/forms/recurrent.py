@@ -9,10 +9,13 @@ from torch import Tensor
 from lineate.call import Inputs, Options
 from lineate.rule import compute_dtype, normalize, step
 
+READS = ("q", "k", "v", "log_decay", "beta", "state", "cu_seqlens")
+"""The tensors of a call that this form reads; packed sequences come one by one."""
+
 
 def recurrent(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """Return the output `b t hv v` and the final state; beta may also be `b t hv v`."""
-    q, k, v, log_decay, beta, state = inputs[:6]
+    q, k, v, log_decay, beta, state = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.beta, inputs.state
     assert state is not None
     t, h = q.shape[1:3]
     hv = v.shape[2]

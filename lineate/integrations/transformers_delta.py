@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineate.call import Inputs
+from lineate.call import Inputs, RawGates
 from lineate.integrations.transformers_layers import Projected
-from lineate.layers.mixer import delta_from_raw_gates
+from lineate.layers.mixer import attend_raw_or_decode
 from lineate.native import layers as native
-from lineate.rule import compute_dtype
+from lineate.rule import GATED_DELTA, KIMI_DELTA, compute_dtype
 
 CLOSED_GATE = -1e4
 """A raw gate that neither forgets nor writes: its softplus and sigmoid are 0, in float16 too."""
@@ -74,9 +74,13 @@ class DeltaParts:
         A_log, dt_bias = owner.A_log.flatten(), owner.dt_bias.view(gate.shape[2:])
         if state is not None:
             state = state.to(compute_dtype(values.dtype))
-        inputs = Inputs(q, keys, values, gate, write, state, cu_seqlens, A_log, dt_bias)
+        inputs = Inputs(
+            q=q, k=keys, v=values, log_decay=gate, beta=write, state=state, cu_seqlens=cu_seqlens, A_log=A_log,
+            dt_bias=dt_bias,
+        )  # fmt: skip
         beta_scale = 2.0 if self.doubles_beta is not None and getattr(layer, self.doubles_beta) else 1.0
-        return delta_from_raw_gates(inputs, beta_scale, in_place=True, lower_bound=self._bound(layer))
+        rule = KIMI_DELTA if gate.dim() == 4 else GATED_DELTA
+        return attend_raw_or_decode(rule, inputs, RawGates(True, True, beta_scale, self._bound(layer)), in_place=True)
 
     def finish(self, layer: Any, output: Tensor, output_gate: Tensor) -> Tensor:
         normed = _gated_norm(getattr(layer, self.norm), output, output_gate.view(output.shape))

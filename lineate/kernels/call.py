@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lineate.call import Inputs, Options
+from lineate.kernels import CHUNKWISE_READS
 from lineate.kernels.launching import ceil_div, linked, multiprocessors, start
 from lineate.kernels.portable.layout import clear_outside, find_slots
 from lineate.kernels.segments import CHUNK as CHUNK
@@ -183,9 +184,11 @@ def make_call(inputs: Inputs, options: Options, cutting: Cutting = WHOLE, output
 
     Tokens of output, if it is given, that lie in no sequence are set to 0.
     """
-    q, k, v, log_decay, beta, _, cu_seqlens, A_log, dt_bias = inputs
-    log_decay, beta, A_log, dt_bias = (None if x is None else dense(x) for x in (log_decay, beta, A_log, dt_bias))
-    sequences = find_sequences(q, cu_seqlens, cutting, output)
+    inputs.refuse_unread(CHUNKWISE_READS, "the stages")
+    q, k, v = inputs.q, inputs.k, inputs.v
+    given = inputs.log_decay, inputs.beta, inputs.A_log, inputs.dt_bias
+    log_decay, beta, A_log, dt_bias = (None if x is None else dense(x) for x in given)
+    sequences = find_sequences(q, inputs.cu_seqlens, cutting, output)
     return Call(
         in_rows(q),
         in_rows(k),

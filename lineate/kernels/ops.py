@@ -1,263 +1,166 @@
 """The kernels of the rules as torch ops, for torch.compile and autograd."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lineate.again import Form, remember, undecided
-from lineate.call import Inputs, Options, Slots, which_are_raw
+from lineate.call import Inputs, Options, Slots
+from lineate.kernels import CHUNKWISE_READS, RECURRENT_READS
 from lineate.kernels import pipeline as kernels
-from lineate.kernels.call import CHUNK, aligned, count_slots, dense, in_rows, lies_dense, lies_in_rows, make_call
+from lineate.kernels.call import CHUNK, aligned, count_slots, dense, in_rows, lies_dense, make_call
 from lineate.kernels.replaying import Tape
 from lineate.kernels.stages import Gradients
 from lineate.kernels.tape import find, launch, may_replay, replayed
-from lineate.torch_ops.chunk_op import differentiate, save_states
-from lineate.torch_ops.registrar import register_op
+from lineate.plans import Signature, remember, undecided
+from lineate.torch_ops import chunk_op
+from lineate.torch_ops.chunk_op import Outputs
+from lineate.torch_ops.schema import Flat, declare_call_op
 from lineate.torch_ops.zeros import read_zeros
 
-Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+OPTIONS = Options._fields
+"""The options of the chunkwise op; its chunks have always the same length."""
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor | None,
-    corrects: bool,
-    scale: float,
-    normalize_qk: bool,
-    beta_scale: float,
-    raw_decay: bool,
-    raw_beta: bool,
-    lower_bound: float | None,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, the final state, and the states that enter each chunk, which a backward needs."""
-    output, final, states = _empty_outputs(q, v, state, cu_seqlens, keep)
-    options = Options(
-        corrects, scale, normalize_qk, CHUNK, beta_scale, which_are_raw(raw_decay, raw_beta), lower_bound
-    )  # fmt: skip
-    given = q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens
-    made = output, final, states if keep else None
-    if replayed("forward", given, made, (options, keep)):
-        return output, final, states
-    q, k, v, log_decay, beta, A_log, dt_bias = _laid_out(q, k, v, log_decay, beta, A_log, dt_bias)
-    state, cu_seqlens = state.contiguous(), _beside(q, cu_seqlens)
+def _forward(inputs: Inputs, options: Options, outputs: Outputs) -> None:
+    """Fill the output, the final state, and the states that enter each chunk, if they are wanted."""
+    output, final, states = outputs
+    kept = states if states.shape[0] else None
+    made, key = (output, final, kept), (options, kept is not None)
+    if replayed("forward", inputs.tensors(), made, key):
+        return
+    laid_out = _laid_out(inputs)
+    state = laid_out.state
+    assert state is not None
 
     def run() -> None:
-        inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
-        cutting = kernels.cutting_of(q, v, "forward", kernels.makes_beside(inputs, options))
-        call = make_call(inputs, options, cutting, output)
-        kernels.forward(call, state, output, final, states if keep else None)
+        given = laid_out.replace(state=None)
+        cutting = kernels.cutting_of(given.q, given.v, "forward", kernels.makes_beside(given, options))
+        kernels.forward(make_call(given, options, cutting, output), state, output, final, kept)
 
-    given = q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens
-    launch("forward", given, made, (options, keep), run)
-    return output, final, states
-
-
-def _fake(  # type: ignore[no-untyped-def]
-    q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens, corrects, scale, normalize_qk, beta_scale, raw_decay,
-    raw_beta, lower_bound, keep
-):  # fmt: skip
-    return _empty_outputs(q, v, state, cu_seqlens, keep)
+    launch("forward", laid_out.tensors(), made, key, run)
 
 
 def _backward(
-    doutput: Tensor,
-    dfinal: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    states: Tensor,
-    cu_seqlens: Tensor | None,
-    corrects: bool,
-    scale: float,
-    normalize_qk: bool,
-    beta_scale: float,
-    raw_decay: bool,
-    raw_beta: bool,
-    lower_bound: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate; those of absent inputs have no elements."""
-    grads = _empty_grads(Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias), dfinal)
-    options = Options(
-        corrects, scale, normalize_qk, CHUNK, beta_scale, which_are_raw(raw_decay, raw_beta), lower_bound
-    )  # fmt: skip
-    given = doutput, dfinal, q, k, v, log_decay, beta, A_log, dt_bias, states, cu_seqlens
-    made = [x if x.numel() else None for x in grads]
-    if replayed("backward", given, made, options):
-        return grads
-    q, k, v, log_decay, beta, A_log, dt_bias = _laid_out(q, k, v, log_decay, beta, A_log, dt_bias)
-    cu_seqlens = _beside(q, cu_seqlens)
-    inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
+    inputs: Inputs, options: Options, states: Tensor, doutput: Tensor, dfinal: Tensor, grads: Inputs
+) -> None:  # fmt: skip
+    """Fill the gradients."""
+    made = [x if x is not None and x.numel() else None for x in grads.tensors()]
+    if replayed("backward", (doutput, dfinal, states, *inputs.tensors()), made, options):
+        return
+    laid_out = _laid_out(inputs)
     doutput, dfinal = aligned(doutput.contiguous()), dfinal.contiguous()
 
     def run() -> None:
-        dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate = grads
-        gates = zip((log_decay, beta, A_log, dt_bias), (dlog_decay, dbeta, dA_log, ddt_bias), strict=True)
-        decay, strength, rate, bias = (None if x is None else dx for x, dx in gates)
-        call = make_call(inputs, options, kernels.cutting_of(q, v, "backward"))
-        wanted = Gradients(dq, dk, dv, decay, strength, dstate, rate, bias)
-        kernels.backward(call, doutput, dfinal, states, wanted)
+        call = make_call(laid_out, options, kernels.cutting_of(laid_out.q, laid_out.v, "backward"))
+        kernels.backward(call, doutput, dfinal, states, _gradients(grads))
 
-    given = doutput, dfinal, q, k, v, log_decay, beta, A_log, dt_bias, states, cu_seqlens
-    launch("backward", given, made, options, run)
-    return grads
+    launch("backward", (doutput, dfinal, states, *laid_out.tensors()), made, options, run)
 
 
-def _laid_out(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None) -> tuple[Any, ...]:
-    """Return the tensors in the layout of the kernels, so that copies are made before the launches."""
-    return (
-        *(in_rows(x) for x in (q, k, v)),
-        *(x if x is None or lies_dense(x) else dense(x) for x in gates),
-    )
-
-
-def _beside(q: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
-    """Return the bounds on the device of q, in the kernels' layout; a copy if they are elsewhere, or have gaps."""
-    return None if cu_seqlens is None else cu_seqlens.to(q.device).contiguous()
-
-
-def _fake_backward(  # type: ignore[no-untyped-def]
-    doutput, dfinal, q, k, v, log_decay, beta, A_log, dt_bias, states, cu_seqlens, *_
-):  # fmt: skip
-    return _empty_grads(Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias), dfinal)
-
-
-_run = register_op(
-    "chunkwise_triton",
-    _forward,
-    _backward,
-    fake=_fake,
-    fake_backward=_fake_backward,
-    tensors=9,
-    save=partial(save_states, 9),
-    differentiate=differentiate,
-    hidden=2,
-    keeps=True,
-)
-
-
-def chunkwise(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-    """Return the output and the final state."""
-    q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
-    output, final, _ = _run(
-        q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens,
-        options.corrects, options.scale, options.normalize_qk, options.beta_scale, options.raw_decay,
-        options.raw_beta, options.lower_bound,
+def _gradients(grads: Inputs) -> Gradients:
+    """Return the buffers of the gradients as the stages name them."""
+    assert grads.state is not None
+    return Gradients(
+        q=grads.q, k=grads.k, v=grads.v, log_decay=grads.log_decay, beta=grads.beta, state=grads.state,
+        A_log=grads.A_log, dt_bias=grads.dt_bias,
     )  # fmt: skip
-    return output, final
 
 
-def remember_forward(form: Form | None, tensors: Sequence[Tensor | None], inputs: Inputs, options: Options) -> None:
-    """Let later calls with this signature be replayed without gradients, once one is recorded.
+def _laid_out(inputs: Inputs) -> Inputs:
+    """Return the tensors as the kernels read them, so that what is copied is copied before the launches."""
+    laid = inputs.map(in_rows, inputs.OPERANDS).map(lambda x: x if lies_dense(x) else dense(x), _GATES)
+    device = inputs.q.device
+    laid = laid.map(Tensor.contiguous, ("state",))
+    return laid.map(lambda x: x.to(device).contiguous(), ("cu_seqlens",))  # a copy if they are elsewhere, or have gaps
 
-    Args:
-        form: The signature of the call (again.py); None if it cannot be replayed.
-        tensors: The call's own, in the order of Inputs; its state may be None.
-        inputs: The inputs that it ran with.
-        options: The options that it ran with.
-    """
-    if form is None or not undecided(form):
-        return
-    state = inputs.state
+
+_GATES = tuple(x.name for x in Inputs.FIELDS if x.role in ("gate", "parameter"))
+
+
+def _empty_outputs(inputs: Inputs, options: Options, keep: bool) -> Outputs:
+    """Return memory for the outputs of a call, with states `slots hv v k` in the dtype of v."""
+    v, state, cu_seqlens = inputs.v, inputs.state, inputs.cu_seqlens
     assert state is not None
-    used = _in_order(inputs, state)
-    own = _in_order(tensors, state if tensors[5] is None else tensors[5])
-    pairs = [(x, y) for x, y in zip(own, used, strict=True) if x is not None and y is not None]
-    if any(x.data_ptr() != y.data_ptr() for x, y in pairs) or not _read_as_they_are(inputs):
-        remember(form, None)  # a tensor is converted or copied first
-        return
-    known, tape = find("forward", used, (options._replace(chunk_size=CHUNK), False))
-    if known:
-        remember(form, None if tape is None else partial(_forward_again, tape, state.shape))
-
-
-def _read_as_they_are(inputs: Inputs) -> bool:
-    """Whether a forward's launches read these very tensors: _laid_out, contiguous and _beside return them."""
-    q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
-    gates = (x for x in (log_decay, beta, A_log, dt_bias) if x is not None)
-    beside = cu_seqlens is None or (cu_seqlens.device == q.device and cu_seqlens.is_contiguous())
-    dense_state = state is not None and state.is_contiguous()
-    return beside and dense_state and all(map(lies_in_rows, (q, k, v))) and all(map(lies_dense, gates))
-
-
-def _forward_again(tape: Tape, shape: torch.Size, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor] | None:
-    """Return the output and the final state, of that shape, of a recorded forward; None if it must be run."""
-    v, state = tensors[2], tensors[5]
-    assert v is not None
-    device = v.device
-    if not may_replay(device):
-        return None
-    output = torch.empty(v.shape, dtype=v.dtype, device=device)
-    final = torch.empty(shape, dtype=torch.float32, device=device)
-    if state is None:
-        state = read_zeros(shape, torch.float32, device)
-    done = tape.replay((*_in_order(tensors, state), output, final, None), device)
-    return (output, final) if done else None
-
-
-def _in_order(tensors: Sequence[Tensor | None], state: Tensor) -> tuple[Tensor | None, ...]:
-    """Return tensors, which are in the order of Inputs, with this state in the order of the forward's launches."""
-    q, k, v, log_decay, beta, _, cu_seqlens, A_log, dt_bias = tensors
-    return q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens
-
-
-def _empty_outputs(
-    q: Tensor, v: Tensor, state: Tensor, cu_seqlens: Tensor | None, keep: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    b, t, _, key_dim = q.shape
+    b, t, _, key_dim = inputs.q.shape
     hv, value_dim = v.shape[2:]
     slots = b * count_slots(t, 1) if cu_seqlens is None else count_slots(t, cu_seqlens.shape[0] - 1)
     states = v.new_empty(slots if keep else 0, hv, value_dim, key_dim)
     return v.new_empty(v.shape), state.new_empty(state.shape), states
 
 
-def _empty_grads(inputs: Inputs, dfinal: Tensor) -> Grads:
-    q, k, v, log_decay, beta, _, _, A_log, dt_bias = inputs
-    gates = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (log_decay, beta, A_log, dt_bias))
-    dlog_decay, dbeta, dA_log, ddt_bias = gates
-    dq, dk, dv, dstate = (x.new_empty(x.shape) for x in (q, k, v, dfinal))
-    return dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate
+_run = chunk_op.register("chunkwise_triton", _forward, _backward, CHUNKWISE_READS, OPTIONS, _empty_outputs)
+
+
+def chunkwise(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output and the final state."""
+    return _run(inputs, options if options.chunk_size == CHUNK else options._replace(chunk_size=CHUNK))
+
+
+def remember_forward(signature: Signature | None, given: Inputs, inputs: Inputs, options: Options) -> None:
+    """Let later calls with this signature be repeated without gradients, once one is recorded.
+
+    Args:
+        signature: That of the call (plans.py); None if it cannot be repeated.
+        given: The call's own tensors; its state may be None.
+        inputs: What it ran with.
+        options: Likewise.
+    """
+    if signature is None or not undecided(signature):
+        return
+    state = inputs.state
+    assert state is not None
+    own = given.given()
+    moved = any(own[name].data_ptr() != x.data_ptr() for name, x in inputs.given().items() if name in own)
+    if moved or not _read_unchanged(inputs):
+        remember(signature, None)  # something is converted or copied first
+        return
+    known, tape = find("forward", inputs.tensors(), (options._replace(chunk_size=CHUNK), False))
+    if known:
+        remember(signature, None if tape is None else partial(_repeat_forward, tape, state.shape))
+
+
+def _read_unchanged(inputs: Inputs) -> bool:
+    """Whether a forward's launches read these very tensors: `_laid_out` returns them."""
+    laid_out = _laid_out(inputs)
+    return all(getattr(laid_out, name) is x for name, x in inputs.given().items())
+
+
+def _repeat_forward(tape: Tape, shape: torch.Size, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+    """Return the output and the final state, of that shape, of a recorded forward; None if it must be run."""
+    device = inputs.v.device
+    if not may_replay(device):
+        return None
+    output = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=device)
+    final = torch.empty(shape, dtype=torch.float32, device=device)
+    if inputs.state is None:
+        inputs = inputs.replace(state=read_zeros(shape, torch.float32, device))
+    done = tape.replay((*inputs.tensors(), output, final, None), device)
+    return (output, final) if done else None
 
 
 def recurrent(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """Return the output and the final state, token by token in one launch, without gradients: decoding."""
-    return _recurrent(*inputs[:7], options.scale, options.normalize_qk)
-
-
-@torch.library.custom_op("lineate::recurrent_triton", mutates_args=())
-def _recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    normalize_qk: bool,
-) -> tuple[Tensor, Tensor]:
-    """Decode into a copy of the state."""
-    final = state.clone(memory_format=torch.contiguous_format)
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device)
-    inputs = Inputs(q, k, v, log_decay, beta, final, cu_seqlens)
-    output = kernels.decode(inputs, Slots(), Options(beta is not None, scale, normalize_qk))
+    output, final = _recurrent_op(*_FLAT.flatten(inputs, options))
     return output, final
 
 
-@_recurrent.register_fake
-def _(q, k, v, log_decay, beta, state, cu_seqlens, scale, normalize_qk):  # type: ignore[no-untyped-def]
-    return v.new_empty(v.shape), state.new_empty(state.shape)
+def _recurrent(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Decode into a copy of the state."""
+    inputs, options = _FLAT.restore(arguments)
+    assert inputs.state is not None
+    final = inputs.state.clone(memory_format=torch.contiguous_format)
+    device = inputs.q.device
+    inputs = inputs.map(lambda x: x.to(device), ("cu_seqlens",))
+    return kernels.decode(inputs.replace(state=final), Slots(), options), final
+
+
+def _fake_recurrent(*arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs, _ = _FLAT.restore(arguments)
+    assert inputs.state is not None
+    return inputs.v.new_empty(inputs.v.shape), inputs.state.new_empty(inputs.state.shape)
+
+
+_FLAT = Flat(RECURRENT_READS, ("rule", "scale", "normalize_qk"))
+_recurrent_op = declare_call_op("recurrent_triton", _FLAT, _recurrent, _fake_recurrent, results="(Tensor, Tensor)")

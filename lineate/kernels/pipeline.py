@@ -18,6 +18,7 @@ from lineate.kernels.call import CHUNK, Call, aligned, clear
 from lineate.kernels.launching import ceil_div, compile_only, multiprocessors
 from lineate.kernels.segments import WHOLE, Cutting, cut_backward, cut_forward
 from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, RawGradients, Stages
+from lineate.plans import PLANS
 
 # The bytes of states that the backward of one slice of the tokens may keep; its other buffers are about as large.
 # Smaller slices save memory, but each is a dozen launches of some 100 us of the host's time.
@@ -25,9 +26,6 @@ SLICE_BYTES = 2**28
 
 CUTS = {"forward": cut_forward, "backward": cut_backward}
 """The rules by which sequences are cut, from the programs of an uncut walk and the device's multiprocessors."""
-
-COMPILED: set[tuple[object, ...]] = set()
-"""The kinds of calls whose kernels compile_ahead has compiled."""
 
 
 def forward(call: Call, state: Tensor, output: Tensor, final: Tensor, states: Tensor | None) -> None:
@@ -101,14 +99,15 @@ def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:
         return
     back = cutting_of(call.q, call.v, "backward") if keep else WHOLE
     kind = (
+        "compiled",
         *((None if x is None else (x.device, x.dtype, *x.shape[2:])) for x in (call.q, call.v, *call.gates.tensors)),
         call.gates.raw_decay, call.gates.raw_beta, call.gates.lower_bound is None, call.corrects, call.normalize_qk,
         call.sequences.packed, stages.variant(), stages.made_in_walk(keep), call.sequences.cuts > 0,
         _is_cut(call, back), keep,
     )  # fmt: skip
-    if kind in COMPILED:
+    if PLANS.get(kind) is not None:
         return
-    COMPILED.add(kind)
+    PLANS.put(kind, True)
 
     def some(cutting: Cutting) -> Call:
         """Return the call on a few tokens that select the same kernels; they are enough to be cut as well."""

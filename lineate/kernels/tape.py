@@ -15,7 +15,6 @@ A call can be recorded if it only allocates, fills with zeros, and launches kern
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from threading import RLock
 from typing import Any
 
 import torch
@@ -23,13 +22,11 @@ import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lineate import again
+from lineate import plans
 from lineate.kernels.driver import MAP_BYTES, cuda_driver, encode, replay_function, sizes_of
 from lineate.kernels.launching import overlaps, recording
 from lineate.kernels.replaying import Launch, Map, Place, Tape
 
-MOST_TAPES = 1024
-"""The most recorded calls."""
 _BYTES = {"i1": 1, "i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8}
 _FLOATS = {"fp32": ctypes.c_float, "f32": ctypes.c_float, "fp64": ctypes.c_double}
 _ALLOCATES = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
@@ -44,11 +41,10 @@ class _Unfit(Exception):
     """The call cannot be replayed."""
 
 
-_SEEN: dict[Hashable, None] = {}
-"""Calls in the order of their first occurrence; when there are too many, the oldest are removed."""
-_TAPES: dict[Hashable, Tape | None] = {}
-"""None: the call cannot be replayed."""
-_changing = RLock()  # of both; reentrant, because removed entries may be collected there
+_ONCE = object()
+"""Of a call that was made once: the next one is recorded."""
+_UNFIT = object()
+"""Of a call that cannot be replayed."""
 
 
 def launch(
@@ -71,7 +67,7 @@ def launch(
         return
     with nullcontext() if _is_current(device) else torch.cuda.device(device):
         if _replays() and not overlaps(device):
-            _run_or_replay(_key(kind, given, options), (*given, *made), device, run)
+            _run_or_replay(_signature(kind, given, options), (*given, *made), device, run)
         else:
             run()
 
@@ -82,14 +78,14 @@ def replayed(kind: str, given: Sequence[Tensor | None], made: Sequence[Tensor | 
     Callers use it before they copy tensors, because those of a recorded call need no copies.
     """
     device = _device(given)
-    tape = _TAPES.get(_key(kind, given, options)) if device.type == "cuda" else None
-    return tape is not None and may_replay(device) and tape.replay((*given, *made), device)
+    tape = plans.PLANS.get(_signature(kind, given, options)) if device.type == "cuda" else None
+    return isinstance(tape, Tape) and may_replay(device) and tape.replay((*given, *made), device)
 
 
 def find(kind: str, given: Sequence[Tensor | None], options: Hashable) -> tuple[bool, Tape | None]:
-    """Return whether the signature is known, and its tape if its calls can be replayed; arguments as for `launch`."""
-    key = _key(kind, given, options)
-    return key in _TAPES, _TAPES.get(key)
+    """Return whether it is known if such calls can be replayed, and the tape if they can; as for `launch`."""
+    tape = plans.PLANS.get(_signature(kind, given, options))
+    return tape is not None and tape is not _ONCE, tape if isinstance(tape, Tape) else None
 
 
 def may_replay(device: torch.device) -> bool:
@@ -97,8 +93,8 @@ def may_replay(device: torch.device) -> bool:
     return _is_current(device) and not overlaps(device) and not _hooked()
 
 
-def _key(kind: str, given: Sequence[Tensor | None], options: Hashable) -> Hashable:
-    return kind, options, *(None if x is None else again.layout_of(x) for x in given)
+def _signature(kind: str, given: Sequence[Tensor | None], options: Hashable) -> plans.Signature:
+    return "launches", kind, options, *(None if x is None else plans.layout_of(x) for x in given)
 
 
 def _device(given: Sequence[Tensor | None]) -> torch.device:
@@ -116,19 +112,14 @@ def _replays() -> bool:
 
 
 def _run_or_replay(
-    key: Hashable, tensors: Sequence[Tensor | None], device: torch.device, run: Callable[[], None]
+    signature: plans.Signature, tensors: Sequence[Tensor | None], device: torch.device, run: Callable[[], None]
 ) -> None:  # fmt: skip
-    tape = _TAPES.get(key)
-    if tape is not None and not _hooked() and tape.replay(tensors, device):
+    tape = plans.PLANS.get(signature)
+    if isinstance(tape, Tape) and not _hooked() and tape.replay(tensors, device):
         return
-    with _changing:
-        first = key not in _SEEN
-        _SEEN.setdefault(key)
-        while len(_SEEN) > MOST_TAPES:
-            oldest = next(iter(_SEEN))
-            del _SEEN[oldest]
-            _TAPES.pop(oldest, None)
-    if first or key in _TAPES or recording.get() is not None:
+    if tape is None:
+        plans.PLANS.put(signature, _ONCE)
+    if tape is not _ONCE or recording.get() is not None:
         run()
         return
     recorder = Recorder(tensors)
@@ -139,23 +130,18 @@ def _run_or_replay(
     finally:
         recording.reset(token)
     made = recorder.tape()
-    with _changing:
-        if key in _SEEN:  # otherwise it was removed meanwhile, and its tape would never be removed
-            _TAPES[key] = made
+    plans.PLANS.put(signature, _UNFIT if made is None else made)
 
 
 def tapes() -> dict[Hashable, Tape | None]:
     """Return the recorded calls; None: a call that cannot be replayed."""
-    with _changing:
-        return dict(_TAPES)
+    found = plans.known("launches")
+    return {key: x if isinstance(x, Tape) else None for key, x in found.items() if x is not _ONCE}
 
 
 def forget_tapes() -> None:
-    """Remove all recorded calls."""
-    with _changing:
-        _TAPES.clear()
-        _SEEN.clear()
-    again.forget()
+    """Forget all recorded calls."""
+    plans.forget("launches", "repeat")
 
 
 def _hooked() -> bool:

@@ -21,7 +21,7 @@ from lineate.ops import Attended, divide_by_last, linear_attention, with_ones
 from lineate.parallel.context.carry import run_rule
 from lineate.parallel.context.segments import Bounds, Segment
 from lineate.parallel.tensor.shards import Shard, share_out
-from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, compute_dtype
+from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule, compute_dtype
 from lineate.torch_ops.elementwise import elementwise
 
 
@@ -40,6 +40,7 @@ class LinearAttention(LinearMixer):
         feature_map: phi, "identity" or "elu+1".
     """
 
+    rule = LINEAR
     gates = ("values",)
     options = ("feature_map",)
     narrows = False  # it never forgets: its sums outgrow what bfloat16 can still add to them
@@ -68,7 +69,7 @@ class LinearAttention(LinearMixer):
         return self.value_dim + 1  # the last column is the sum of the keys
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
-        return Inputs(q, k, v)
+        return Inputs(q=q, k=k, v=v)
 
     def features(self, x: Tensor) -> Tensor:
         return F.elu(x) + 1 if self.feature_map == "elu+1" else x
@@ -77,11 +78,18 @@ class LinearAttention(LinearMixer):
         self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
     ) -> tuple[Attended[Tensor], Tensor]:
         z = self.output_gate(gates)
-        op = partial(linear_attention, feature_map=self.feature_map)
         if isinstance(bounds, Segment):  # after the rule, because the division is not linear in the memory
-            output, memory = run_rule(op, with_ones(q, k, v), memory, bounds, corrects=False)
+            q, k, v_and_ones = with_ones(q, k, v)
+            inputs = Inputs(q=q, k=k, v=v_and_ones, state=memory)
+            output, memory = run_rule(self._sums, inputs, bounds, corrects=LINEAR.corrects)
             return Attended(divide_by_last(output, v.dtype), memory), z
+        op = partial(linear_attention, feature_map=self.feature_map)
         return op(q, k, v, state=memory, cu_seqlens=bounds, normalize=True), z
+
+    def _sums(self, inputs: Inputs) -> Attended[Tensor]:
+        """Run the rule without its division."""
+        q, k, v, state, cu_seqlens = inputs.q, inputs.k, inputs.v, inputs.state, inputs.cu_seqlens
+        return linear_attention(q, k, v, state=state, cu_seqlens=cu_seqlens, feature_map=self.feature_map)
 
 
 class GatedLinearAttention(LinearMixer):
@@ -101,6 +109,7 @@ class GatedLinearAttention(LinearMixer):
         gate_activation: activation of the output gate, "silu", "sigmoid" or "none" (no gate).
     """
 
+    rule = GATED_LINEAR
     gates = ("decay_rank", "values")
     options = ("decay_rank",)
     temperature = 16.0
@@ -130,7 +139,8 @@ class GatedLinearAttention(LinearMixer):
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
         decay = project(self.decay_proj, gates[0]).unflatten(-1, (self.value_heads, self.key_dim))
-        return Inputs(q, k, v, elementwise(F.logsigmoid, decay.to(compute_dtype(decay.dtype))) / self.temperature)
+        log_decay = elementwise(F.logsigmoid, decay.to(compute_dtype(decay.dtype))) / self.temperature
+        return Inputs(q=q, k=k, v=v, log_decay=log_decay)
 
 
 class DeltaNet(LinearMixer):
@@ -148,6 +158,7 @@ class DeltaNet(LinearMixer):
         gate_activation: activation of the output gate, "silu", "sigmoid" or "none" (no gate).
     """
 
+    rule: ClassVar[Rule | None] = DELTA
     gates: ClassVar[tuple[str, ...]] = ("values", "heads")
     options: ClassVar[tuple[str, ...]] = ("beta_scale",)
     normalize_qk = True
@@ -173,7 +184,8 @@ class DeltaNet(LinearMixer):
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
         b = gates[1]
-        return Inputs(q, k, v, beta=self.beta_scale * elementwise(torch.sigmoid, b.to(compute_dtype(b.dtype))))
+        beta = self.beta_scale * elementwise(torch.sigmoid, b.to(compute_dtype(b.dtype)))
+        return Inputs(q=q, k=k, v=v, beta=beta)
 
 
 class GatedDeltaNet(DeltaNet):
@@ -195,6 +207,7 @@ class GatedDeltaNet(DeltaNet):
         gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0); it must be below 0.
     """
 
+    rule = GATED_DELTA
     gates = ("values", "heads", "heads")
     options = ("beta_scale", "gate_lower_bound")
 
@@ -229,7 +242,7 @@ class GatedDeltaNet(DeltaNet):
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
         _, b, a = gates
-        return Inputs(q, k, v, a, b, A_log=self.A_log, dt_bias=self.dt_bias)
+        return Inputs(q=q, k=k, v=v, log_decay=a, beta=b, A_log=self.A_log, dt_bias=self.dt_bias)
 
 
 class KimiDeltaAttention(LinearMixer):
@@ -255,6 +268,7 @@ class KimiDeltaAttention(LinearMixer):
         gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0); it must be below 0.
     """
 
+    rule = KIMI_DELTA
     gates = ("decay_rank", "gate_rank", "heads")
     options = ("beta_scale", "decay_rank", "gate_rank", "gate_bias", "gate_lower_bound")
     normalize_qk = True
@@ -300,7 +314,7 @@ class KimiDeltaAttention(LinearMixer):
         f, _, b = gates
         decay = f if self.decay_proj is None else project(self.decay_proj, f)
         decay = decay.unflatten(-1, (self.value_heads, self.key_dim))
-        return Inputs(q, k, v, decay, b, A_log=self.A_log, dt_bias=self.dt_bias)
+        return Inputs(q=q, k=k, v=v, log_decay=decay, beta=b, A_log=self.A_log, dt_bias=self.dt_bias)
 
     def output_gate(self, gates: Sequence[Tensor]) -> Tensor:
         return gates[1] if self.gate_proj is None else project(self.gate_proj, gates[1])

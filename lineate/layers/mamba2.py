@@ -91,6 +91,7 @@ class Mamba2(LinearMixer):
     """
 
     gates = ("values", "heads")
+    rule = GATED_LINEAR
     scale = 1.0
 
     def __init__(
@@ -148,7 +149,7 @@ class Mamba2(LinearMixer):
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
         steps = self.steps(gates[1])
         log_decay = -self.A_log.to(steps.dtype).exp() * steps
-        return Inputs(q, k, (v * steps[..., None]).to(v.dtype), log_decay)
+        return Inputs(q=q, k=k, v=(v * steps[..., None]).to(v.dtype), log_decay=log_decay)
 
     def read(self, output: Tensor, v: Tensor) -> Tensor:
         """Return the rule's output with D x added."""
@@ -162,7 +163,7 @@ class Mamba2(LinearMixer):
         q is C times sqrt(k), because the rules multiply their output by 1/sqrt(k) unless they are told otherwise.
         """
         found = super().trace(x)
-        return found._replace(q=found.q * self.key_dim**0.5)
+        return found.replace(q=found.q * self.key_dim**0.5)
 
 
 def _as_linear(x: MambaConfig) -> LinearConfig:

@@ -6,7 +6,7 @@ o, S = rule(q, k, v, gates, S)       lineate's ops
 y = out_proj(norm(o) * act(z))       z: the output gate
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.call import Inputs, Slots
+from lineate.call import Inputs, RawGates, Request, Slots
+from lineate.dispatch import select_rule
 from lineate.layers.configs import LinearConfig
 from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.entry import check_call
@@ -23,23 +24,17 @@ from lineate.layers.norm import GatedRMSNorm
 from lineate.layers.projection import project, project_out
 from lineate.layers.registry import ModelSizes
 from lineate.layers.state import Memory, TensorSpec
-from lineate.ops import (
-    Attended,
-    delta_rule,
-    gated_delta_rule,
-    gated_linear_attention,
-    kimi_delta_attention,
-    linear_attention,
-)
-from lineate.ops.decoding import decode
-from lineate.ops.raw_gates import fused_delta_rule
+from lineate.ops import Attended
+from lineate.ops.decoding import DecodeRequest, decode_inputs
+from lineate.ops.raw_gates import activated, attend_raw
 from lineate.ops.rounding import NEAREST, STOCHASTIC, round_memory
+from lineate.ops.rules import attend
 from lineate.parallel.context.carry import enter_convolution, run_rule
 from lineate.parallel.context.segments import Bounds, Context, Segment, segment_of
 from lineate.parallel.tensor.ranks import Ranks
 from lineate.parallel.tensor.shards import Cut, Part, linear_cuts
 from lineate.quantised.weight import QuantisedWeight
-from lineate.rule import activate, compute_dtype, normalize
+from lineate.rule import Rule, compute_dtype, normalize
 
 
 class Entered(NamedTuple):
@@ -86,7 +81,7 @@ class LinearMixer(nn.Module):
     """
 
     gates: ClassVar[tuple[str, ...]]
-    """The width of each gate: "values" is hv*v, "heads" is hv, and the others are ranks."""
+    """The width of each gate: "values" is hv*v, "keys" is hv*k, "heads" is hv, and the others are ranks."""
     options: ClassVar[tuple[str, ...]] = ()
     """Constructor arguments beyond those that all mixers share; LinearConfig has fields of the same names."""
     normalize_qk: ClassVar[bool] = False
@@ -105,6 +100,8 @@ class LinearMixer(nn.Module):
     """The smallest step of Mamba-2."""
     step_most: float | None = None
     """The largest step of Mamba-2; None: there is no bound."""
+    rule: ClassVar[Rule | None] = None
+    """The row of the rule that it runs; None: the one that takes the gates of `rule_inputs`."""
     narrows: ClassVar[bool] = True
     """Whether the memory may be kept in bfloat16 between tokens."""
     context: Context | None = None
@@ -142,6 +139,7 @@ class LinearMixer(nn.Module):
         self.gate_rank, self.gate_bias = value_dim if gate_rank is None else gate_rank, gate_bias
         widths = {
             "values": 0 if gate_activation == "none" else value_heads * value_dim, "heads": value_heads,
+            "keys": value_heads * key_dim,
             "decay_rank": self.decay_rank or value_heads * key_dim,
             "gate_rank": self.gate_rank or value_heads * value_dim,
         }  # fmt: skip
@@ -269,7 +267,7 @@ class LinearMixer(nn.Module):
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
         """Return the arguments of the rule: its gates, or raw gates together with A_log.
 
-        The rule that runs depends on which of log_decay and beta are given. A mixer of your own overrides this method.
+        A mixer of your own overrides this method. Without a `rule`, it runs the one that takes the gates given here.
         """
         raise NotImplementedError(f"{type(self).__name__} must have rule_inputs, as every LinearMixer")
 
@@ -288,11 +286,9 @@ class LinearMixer(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
     ) -> tuple[Attended[Tensor], Tensor]:
         """Run the rule, and return the output gate too. owned: whether the rule may overwrite the memory in place."""
-        inputs = self.rule_inputs(q, k, v, gates)
-        tensors = [x for x in inputs[:5] if x is not None]  # q, k, v, log_decay, beta
-        output, memory = run_rule(
-            self.rule_op(inputs, owned), tensors, memory, bounds, corrects=inputs.beta is not None
-        )
+        inputs = self.rule_inputs(q, k, v, gates).replace(state=memory)
+        run = partial(self.run_rule, owned=owned)
+        output, memory = run_rule(run, inputs, bounds, corrects=self.rule_of(inputs).corrects)
         return Attended(self.read(output, v), memory), self.output_gate(gates)
 
     def read(self, output: Tensor, v: Tensor) -> Tensor:
@@ -319,89 +315,55 @@ class LinearMixer(nn.Module):
     def decode(self, inputs: Inputs, pool: Tensor, where: Slots) -> Tensor:
         """Run the rule of `attend` on a few tokens with lineate.decode, which updates the pool in place."""
         raw = inputs.A_log is not None
-        return decode(
-            *inputs[:5],
-            state=pool,
-            slots=where.slots,
-            start_slots=where.start_slots,
+        request = DecodeRequest(
             scale=self.scale,
             normalize_qk=raw or self.normalize_qk,
             raw_gates=raw,
-            A_log=inputs.A_log,
-            dt_bias=inputs.dt_bias,
             beta_scale=self.beta_scale if raw else 1.0,
             lower_bound=self.gate_lower_bound if raw else None,
             rounding=NEAREST if where.seeds is None else STOCHASTIC,
-            seeds=where.seeds,
         )
+        return decode_inputs(self.rule_of(inputs), inputs.replace(state=pool), where, request)
 
-    def rule_op(self, inputs: Inputs, owned: bool = False) -> Callable[..., Attended[Tensor]]:
-        """Return the op that runs these inputs: op(q, k, v, *gates, state=..., cu_seqlens=...).
+    def rule_of(self, inputs: Inputs) -> Rule:
+        """Return the row of the rule that these inputs are for."""
+        return self.rule or select_rule(inputs)
 
-        owned: whether it may overwrite the memory in place.
-        """
-        if inputs.A_log is None:
-            return partial(_op_of(inputs), normalize_qk=self.normalize_qk, scale=self.scale)
-        return partial(self._from_raw_gates, inputs.A_log, inputs.dt_bias, owned)
-
-    def _from_raw_gates(
-        self, A_log: Tensor, dt_bias: Tensor | None, owned: bool, *tensors: Tensor, state: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> Attended[Tensor]:  # fmt: skip
-        q, k, v, gate, write = tensors
-        inputs = Inputs(q, k, v, gate, write, state, cu_seqlens, A_log, dt_bias)
-        return delta_from_raw_gates(inputs, self.beta_scale, in_place=owned, lower_bound=self.gate_lower_bound)
+    def run_rule(self, inputs: Inputs, owned: bool = False) -> Attended[Tensor]:
+        """Run the rule on its inputs, with a state or without. owned: whether it may overwrite the state in place."""
+        rule = self.rule_of(inputs)
+        if inputs.A_log is not None:
+            raw = RawGates(beta_scale=self.beta_scale, lower_bound=self.gate_lower_bound)
+            return attend_raw_or_decode(rule, inputs, raw, in_place=owned)
+        return attend(rule, inputs, Request(scale=self.scale, normalize_qk=self.normalize_qk))
 
     def trace(self, x: Tensor) -> Inputs:
         """Return the inputs of the rule on a sequence x `1 t hidden`: features or unit keys, and activated gates."""
         entered = self.enter(x)
         q, k, v = (y.to(compute_dtype(y.dtype)) for y in entered[:3])
         inputs = self.rule_inputs(q, k, v, entered.gates)
-        log_decay, beta = inputs.log_decay, inputs.beta
         if inputs.A_log is not None:
-            log_decay, beta = activate(
-                log_decay, beta, inputs.A_log, inputs.dt_bias, self.beta_scale, lower_bound=self.gate_lower_bound
-            )
-        return Inputs(self.features(inputs.q), self.features(inputs.k), inputs.v, log_decay, beta)
+            inputs = activated(inputs, RawGates(beta_scale=self.beta_scale, lower_bound=self.gate_lower_bound))
+        return inputs.map(self.features, ("q", "k"))
 
 
-def delta_from_raw_gates(
-    inputs: Inputs, beta_scale: float, in_place: bool = False, lower_bound: float | None = None
-) -> Attended[Tensor]:
-    """Run fused_delta_rule; for one token a row, a GPU kernel on a copy of the memory, or else the recurrent form.
+def attend_raw_or_decode(rule: Rule, inputs: Inputs, raw: RawGates, in_place: bool = False) -> Attended[Tensor]:
+    """Run a rule from raw gates; for one token a row, a GPU kernel on a copy of the memory, or else the recurrent form.
 
     Args:
+        rule: its row.
         inputs: what the rule is called with, its gates raw.
-        beta_scale: beta lies in (0, beta_scale).
+        raw: how the gates are made from them.
         in_place: whether that launch may overwrite the memory, and return it.
-        lower_bound: if given, log_decay lies in (lower_bound, 0); see fused_delta_rule.
     """
-    q, k, v, gate, write, state, cu_seqlens, A_log, dt_bias = inputs
-    assert gate is not None and write is not None and A_log is not None
-    if q.shape[1] == 1 and cu_seqlens is None:
-        if not q.is_cuda:
-            log_decay, beta = activate(gate, write, A_log, dt_bias, beta_scale, lower_bound=lower_bound)
-            assert log_decay is not None and beta is not None
-            op = kimi_delta_attention if gate.dim() == 4 else gated_delta_rule
-            return op(q, k, v, log_decay, beta, state=state, normalize_qk=True)
+    if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
+        if not inputs.q.is_cuda:
+            return attend(rule, activated(inputs, raw), Request(normalize_qk=True))
+        state = inputs.state
         if state is not None and not torch.is_grad_enabled():
             state = state if in_place else state.clone()
-            output = decode(
-                q, k, v, gate, write,
-                state=state, normalize_qk=True, raw_gates=True, A_log=A_log, dt_bias=dt_bias, beta_scale=beta_scale,
-                lower_bound=lower_bound,
+            request = DecodeRequest(
+                normalize_qk=True, raw_gates=True, beta_scale=raw.beta_scale, lower_bound=raw.lower_bound
             )  # fmt: skip
-            return Attended(output, state)
-    return fused_delta_rule(
-        q, k, v, gate, write, A_log, dt_bias,
-        beta_scale=beta_scale, lower_bound=lower_bound, state=state, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
-
-
-def _op_of(inputs: Inputs) -> Callable[..., Attended[Tensor]]:
-    """Return the rule that has these gates."""
-    if inputs.beta is None:
-        return linear_attention if inputs.log_decay is None else gated_linear_attention
-    if inputs.log_decay is None:
-        return delta_rule
-    return gated_delta_rule if inputs.log_decay.dim() == 3 else kimi_delta_attention
+            return Attended(decode_inputs(rule, inputs.replace(state=state), Slots(), request), state)
+    return attend_raw(rule, inputs, raw)

@@ -44,8 +44,8 @@ class StepSpec:
         decay: the shape of the decay.
         decay_gate: the function from the raw decay to the decay.
         low_rank: the gates that may have a projection of low rank behind in_proj, the mixer's decay_proj and gate_proj.
-        divides: whether it is divided by q . (sum of keys), which is the last column of the memory.
-        skips: whether D v is added to it, with the mixer's D `hv`.
+        divides: whether the output is divided by q . (sum of keys), which is the last column of the memory.
+        skips: whether D v is added to the output, with the mixer's D `hv`.
         grouped: whether the norm is one over groups of all heads' channels (mamba2.GroupedGatedNorm), not one a head.
     """
 
@@ -55,7 +55,7 @@ class StepSpec:
     features: Features = "plain"
     decay: DecayShape = "none"
     decay_gate: DecayGate = "none"
-    low_rank: tuple[Column, ...] = ()
+    low_rank: tuple[Literal["gate", "decay"], ...] = ()
     divides: bool = False
     skips: bool = False
     grouped: bool = False
@@ -71,6 +71,12 @@ class StepSpec:
             raise ValueError(
                 f"columns must have each of {', '.join(sorted(wanted))} once with {self.rule.name} and decay "
                 f"{self.decay!r}, got {self.columns}"
+            )
+        added = {"divides": self.divides, "skips": self.skips, "decay_gate 'step'": self.decay_gate == "step"}
+        if self.rule.corrects and any(added.values()):
+            given = next(name for name, value in added.items() if value)
+            raise ValueError(
+                f"{given} must be left out with {self.rule.name}: steps compute it for rules that accumulate alone"
             )
         if (self.decay == "none") != (self.decay_gate == "none"):
             raise ValueError(

@@ -128,7 +128,7 @@ def _linear_step(
         decay = decay.unflatten(-1, (mixer.value_heads, mixer.key_dim))
     biased = spec.decay_gate in ("speed", "step")
     inputs = Inputs(
-        q, k, v, decay, raw.get("write"), memory,
+        q, k, v, log_decay=decay, beta=raw.get("write"), state=memory,
         A_log=_parameter(mixer, "A_log") if biased else None,
         dt_bias=_parameter(mixer, "dt_bias") if biased else None,
     )  # fmt: skip
@@ -149,7 +149,8 @@ def _serves_mixer(norm: RMSNorm, mixer: LinearMixer, spec: StepSpec) -> bool:
     parts = [norm, mixer, mixer.in_proj, mixer.norm, mixer.out_proj, *([] if mixer.conv is None else [mixer.conv])]
     if mixer.context is not None or mixer.in_proj.bias is not None or mixer.norm.activation == "none":
         return False
-    if spec.divides or not _are_bare(*parts):
+    mapped = spec.features == "map" and mixer.feature_map != "identity"
+    if spec.divides or mapped or not _are_bare(*parts):
         return False
     if mixer.conv is not None and mixer.conv.weight.shape[1] not in SIZES:
         return False
@@ -166,8 +167,10 @@ def _mix(mixer: LinearMixer, spec: StepSpec, inputs: Inputs, z: Tensor, seeds: T
 
     own, scale = mixer.norm, mixer.key_dim**-0.5 if mixer.scale is None else mixer.scale
     if len(inputs.q) > token.FEW_ROWS and spec.decay_gate == "speed":
-        options = Options(True, scale, True, beta_scale=mixer.beta_scale, raw_gates=True)
-        options = options._replace(lower_bound=mixer.gate_lower_bound)
+        options = Options(
+            spec.rule, scale, True, beta_scale=mixer.beta_scale, raw_decay=True, raw_beta=True,
+            lower_bound=mixer.gate_lower_bound,
+        )  # fmt: skip
         output = decode(inputs, Slots(seeds=seeds), options, settled=True)
         return own(output, z.unflatten(-1, (mixer.value_heads, mixer.value_dim))).flatten(2)
     does = token.Token(

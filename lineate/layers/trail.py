@@ -185,10 +185,9 @@ def _step_each(
     mixer: LinearMixer, inputs: Inputs, memory: Tensor, seeds: Tensor | None
 ) -> tuple[Tensor, Stored]:  # fmt: skip
     """Run the rule token by token, as decoding does; return its outputs, and the memory after 0 .. t tokens."""
-    op, tensors = mixer.rule_op(inputs), [x for x in inputs[:5] if x is not None]
     outputs, versions, wide = [], [memory], compute_dtype(inputs.v.dtype)
     for i in range(inputs.q.shape[1]):
-        output, after = op(*(x[:, i : i + 1] for x in tensors), state=versions[-1].to(wide), cu_seqlens=None)
+        output, after = mixer.run_rule(inputs.at(slice(i, i + 1), versions[-1].to(wide)))
         if memory.dtype != wide:
             after = round_memory(after, None if seeds is None else seeds + i).to(memory.dtype)
         outputs.append(output)

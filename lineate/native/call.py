@@ -47,7 +47,7 @@ class States(NamedTuple):
 
 def run(entry: str, tensors: Tensors, states: States, cu_seqlens: Tensor | None, options: Options) -> None:
     """Fill the structure and call `lineate_<entry>`."""
-    corrects, scale, normalize_qk, chunk_size = options[:4]
+    corrects, chunk_size = options.corrects, options.chunk_size
     assert tensors.beta is not None or not corrects  # C would read it
     b, t, h, key_dim = tensors.q.shape
     hv, value_dim = tensors.v.shape[2:]
@@ -61,12 +61,12 @@ def run(entry: str, tensors: Tensors, states: States, cu_seqlens: Tensor | None,
         first_chunk = (ctypes.c_int64 * len(chunks))(*accumulate([0, *chunks[:-1]]))
     threads = torch.get_num_threads()
     sizes = (b, t, h, hv // h, key_dim, value_dim, chunk_size, sequences)
-    words: list[int] = [*sizes, decay, corrects, normalize_qk, threads]
+    words: list[int] = [*sizes, decay, corrects, options.normalize_qk, threads]
     for x in tensors:
         words += _NO_TENSOR if x is None else (x.data_ptr(), *x.stride()[:3], x.dtype is torch.bfloat16)
     words += [0 if x is None else x.data_ptr() for x in states]
     words += [0 if x is None else ctypes.addressof(x) for x in (starts, first_chunk)]
-    status = c_function(entry)(_LAYOUT.pack(*words, scale))
+    status = c_function(entry)(_LAYOUT.pack(*words, options.scale))
     if status & _NO_MEMORY:
         raise MemoryError(f"no memory for the scratch space of {threads} threads at chunk_size = {chunk_size}")
     if status & _POSITIVE_DECAY:

@@ -7,30 +7,35 @@ The equation is rule.step's; the gates select the rule as in `explain`. Training
 
 import importlib.util
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.call import Inputs, Options, Slots, in_one_dtype, spread_decay, which_are_raw
+from lineate.call import Inputs, Options, Slots, in_one_dtype, spread_decay
 from lineate.dispatch import (
     TRANSFORMED,
     TRITON_WIDTH,
-    Signature,
-    call_signature,
     interpreted,
     resolve_scale,
     select_rule,
 )
 from lineate.forms.stability import watch_writes
+from lineate.kernels import DECODE_READS
 from lineate.ops.rounding import NEAREST, ROUNDINGS, STOCHASTIC, round_memory
 from lineate.ops.slot_checks import check_decode_state, check_seeds, check_slot_values, check_slots
-from lineate.recent import RecentlyUsed
-from lineate.rule import activate, compute_dtype, full_precision, normalize, step
-from lineate.torch_ops.tracing import constant_in_graphs, in_memory, needs_grad, transformed
+from lineate.plans import PLANS, call_signature
+from lineate.rule import Rule, activate, compute_dtype, full_precision, normalize, step
+from lineate.torch_ops.schema import Flat, declare_call_op
+from lineate.torch_ops.tracing import constant_in_graphs, in_memory, is_virtual, needs_grad, transformed
 
 BACKENDS = ("auto", "torch", "triton")
+READS = {
+    "torch": ("q", "k", "v", "log_decay", "beta", "state", "cu_seqlens", "A_log", "dt_bias"),
+    "triton": DECODE_READS,
+}
+"""The tensors of a decoding call that each backend reads."""
 
 
 def decode(
@@ -101,41 +106,66 @@ def decode(
     Returns:
         The output `b t hv v`, in the dtype of v.
     """
-    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias)
-    where = Slots(slots, start_slots, seeds)
-    request = (scale, normalize_qk, raw_gates, beta_scale, lower_bound, rounding, backend)
-    signature = call_signature((*inputs, *where), request)
+    inputs = Inputs(
+        q=q, k=k, v=v, log_decay=log_decay, beta=beta, state=state, cu_seqlens=cu_seqlens, A_log=A_log,
+        dt_bias=dt_bias,
+    )  # fmt: skip
+    request = DecodeRequest(scale, normalize_qk, raw_gates, beta_scale, lower_bound, rounding, backend)
+    return decode_inputs(None, inputs, Slots(slots, start_slots, seeds), request)
+
+
+class DecodeRequest(NamedTuple):
+    """The options that the caller of `decode` passes, before they are checked."""
+
+    scale: float | None = None
+    normalize_qk: bool = False
+    raw_gates: bool | str = False
+    beta_scale: float = 1.0
+    lower_bound: float | None = None
+    rounding: str = NEAREST
+    backend: str = "auto"
+
+
+def decode_inputs(rule: Rule | None, inputs: Inputs, where: Slots, request: DecodeRequest) -> Tensor:
+    """Run a few tokens a row and write the new memory into inputs.state; see decode.
+
+    rule: its row; None: the one that takes the gates.
+    """
+    state = inputs.state
+    name = None if rule is None else rule.name
+    signature = call_signature("decode", name, (*inputs.tensors(), *where), request)
     if signature is not None:
         signature = None if state is None else (*signature, state.stride())
-    known = None if signature is None else KNOWN.get(signature)
+    known: tuple[str, Options] | None = None if signature is None else PLANS.get(signature)
     if known is None:
-        checks.check_which_raw(raw_gates)
-        plain = Inputs(q, k, v, log_decay)
-        one = in_one_dtype(plain if raw_gates in (True, "log_decay") else spread_decay(plain))
-        bias = _unflat(dt_bias, log_decay)
-        if one is not plain or bias is not dt_bias:
-            return decode(
-                *one[:4], beta, state=state, slots=slots, start_slots=start_slots, cu_seqlens=cu_seqlens,
-                scale=scale, normalize_qk=normalize_qk, raw_gates=raw_gates, A_log=A_log, dt_bias=bias,
-                beta_scale=beta_scale, lower_bound=lower_bound, rounding=rounding, seeds=seeds, backend=backend,
-            ).to(v.dtype)  # fmt: skip
-        known = _check_and_choose(inputs, where, _Request(*request))
+        checks.check_which_raw(request.raw_gates)
+        one = _in_one_dtype(inputs, request.raw_gates in (True, "log_decay"))
+        if one is not inputs:
+            return decode_inputs(rule, one, where, request).to(inputs.v.dtype)
+        known = _check_and_choose(rule, inputs, where, request)
         if signature is not None:
-            KNOWN.put(signature, known)
+            PLANS.put(signature, known)
     chosen, options = known
     if signature is not None:
-        return _decode(inputs, where, options, chosen)
+        return _decode(inputs, options, where, chosen)
     if transformed():
         raise ValueError(
             "decode must not be compiled inside of torch.func transforms or forward mode, which do not see into it; "
             "call it outside of torch.compile, or use the ops, such as lineate.gated_delta_rule"
         )
     # An op costs microseconds; only compilers, dispatch modes and tensor subclasses need one.
-    return _decode_op(
-        q, k, v, log_decay, beta, state, slots, start_slots, cu_seqlens, A_log, dt_bias,
-        options.scale, normalize_qk, options.raw_decay, options.beta_scale, chosen, options.lower_bound,
-        options.raw_beta, seeds,
-    )  # fmt: skip
+    output: Tensor = _decode_op(*_FLAT.flatten(inputs, options, where), chosen)
+    return output
+
+
+def _in_one_dtype(inputs: Inputs, raw_decay: bool) -> Inputs:
+    """Return the inputs with q, k and v in one dtype, one log_decay a token, and dt_bias `hv k`; not converted ones."""
+    plain = inputs.replace(state=None)  # it is written, so it is not converted
+    one = in_one_dtype(plain if raw_decay else spread_decay(plain))
+    bias = _unflat(inputs.dt_bias, inputs.log_decay)
+    if one is plain and bias is inputs.dt_bias:
+        return inputs
+    return one.replace(state=inputs.state, dt_bias=bias)
 
 
 def _unflat(dt_bias: Tensor | None, gate: Tensor | None) -> Tensor | None:
@@ -145,93 +175,66 @@ def _unflat(dt_bias: Tensor | None, gate: Tensor | None) -> Tensor | None:
     return dt_bias.view(gate.shape[2:]) if dt_bias.shape == (gate.shape[2:].numel(),) else dt_bias
 
 
-class _Request(NamedTuple):
-    """The options that the caller of `decode` passes, before they are checked."""
-
-    scale: float | None
-    normalize_qk: bool
-    raw_gates: bool | str
-    beta_scale: float
-    lower_bound: float | None
-    rounding: str
-    backend: str
-
-
-def _decode(inputs: Inputs, where: Slots, options: Options, backend: str) -> Tensor:
+def _decode(inputs: Inputs, options: Options, where: Slots, backend: str) -> Tensor:
     """Check the values of the arguments, then run; compiled calls also reach this with concrete values."""
-    q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
+    q, state = inputs.q, inputs.state
     assert state is not None
-    checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
-    check_slot_values(where.slots, where.start_slots, cu_seqlens, state.shape[0])
+    checks.check_cu_seqlens(inputs.cu_seqlens, q.shape[0], q.shape[1])
+    check_slot_values(where.slots, where.start_slots, inputs.cu_seqlens, state.shape[0])
     if state._is_zerotensor():
         raise ValueError("state must have memory to write into, got a zero tensor; start from torch.zeros")
     if not options.raw_decay:
-        checks.check_decay(log_decay)
+        checks.check_decay(inputs.log_decay)
     if backend == "torch":
         with full_precision(q):
             return _decode_torch(inputs, where, options)
     from lineate.kernels import pipeline  # triton, at its first use
 
     if q.device.type == "cpu":  # the interpreter
-        rate = activate(None, beta, None, None, options.beta_scale, raw_gates=options.raw_gates)[1]
-        watch_writes(k, rate, options.normalize_qk)
-    q, k, v, memory = in_memory((q, k, v, state))
-    log_decay, beta, A_log, dt_bias = in_memory((log_decay, beta, A_log, dt_bias))
-    *places, cu_seqlens = in_memory((*where, cu_seqlens))
-    inputs = Inputs(q, k, v, log_decay, beta, memory, cu_seqlens, A_log, dt_bias)
-    output = pipeline.decode(inputs, Slots(*places), options)
-    if memory is not state:  # a view of negated numbers
-        state.copy_(memory)
+        rate = activate(None, inputs.beta, None, None, options.beta_scale, raw_gates=options.raw_gates)[1]
+        if options.corrects:
+            watch_writes(inputs.k, rate, options.normalize_qk)
+    if any(is_virtual(x) for x in inputs.given().values()):
+        inputs = inputs.map(lambda x: in_memory((x,))[0])
+    output = pipeline.decode(inputs, Slots(*in_memory(where)), options)
+    if inputs.state is not None and inputs.state is not state:  # a view of negated numbers
+        state.copy_(inputs.state)
     elif not state.is_inference():
         torch.autograd.graph.increment_version(state)  # as any torch function that writes in place does
     return output
 
 
-@torch.library.custom_op("lineate::decode", mutates_args=("state",))
-def _decode_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    slots: Tensor | None,
-    start_slots: Tensor | None,
-    cu_seqlens: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    scale: float,
-    normalize_qk: bool,
-    raw_decay: bool,
-    beta_scale: float,
-    backend: str,
-    lower_bound: float | None = None,
-    raw_beta: bool = False,
-    seeds: Tensor | None = None,
-) -> Tensor:
-    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias)
-    raw_gates = which_are_raw(raw_decay, raw_beta)
-    options = Options(beta is not None, scale, normalize_qk, 64, beta_scale, raw_gates, lower_bound)
-    return _decode(inputs, Slots(slots, start_slots, seeds), options, backend)
+_FLAT = Flat(READS["torch"], Options._fields, places=True)
 
 
-@_decode_op.register_fake
-def _(q, k, v, *_):  # type: ignore[no-untyped-def]
+def _run_op(*arguments: Any) -> Tensor:
+    return _decode(*_FLAT.restore(arguments[:-1]), _FLAT.slots(arguments), arguments[-1])
+
+
+def _fake(*arguments: Any) -> Tensor:
+    v = _FLAT.restore(arguments)[0].v
     return v.new_empty(v.shape)
+
+
+_decode_op = declare_call_op(
+    "decode", _FLAT, _run_op, _fake, results="Tensor", written=("state",), more=("str backend",)
+)
 
 
 def _decode_torch(inputs: Inputs, where: Slots, options: Options) -> Tensor:
     """Run rule.step token by token, for all rows at once or for one packed sequence after the other."""
-    q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
+    q, k, v, state, cu_seqlens = inputs.q, inputs.k, inputs.v, inputs.state, inputs.cu_seqlens
     assert state is not None
     slots, start_slots, seeds = where
     t, group = q.shape[1], v.shape[2] // q.shape[2]
     dtype = compute_dtype(v.dtype)
     log_decay, beta = activate(
-        log_decay, beta, A_log, dt_bias, options.beta_scale, dtype, options.lower_bound, options.raw_gates
-    )
+        inputs.log_decay, inputs.beta, inputs.A_log, inputs.dt_bias, options.beta_scale, dtype, options.lower_bound,
+        options.raw_gates,
+    )  # fmt: skip
     log_decay, beta = (None if x is None else x.to(dtype) for x in (log_decay, beta))
-    watch_writes(k, beta, options.normalize_qk)  # before the state is written
+    if options.corrects:
+        watch_writes(k, beta, options.normalize_qk)  # before the state is written
     q, k = q.to(dtype), k.to(dtype)
     if options.normalize_qk:
         q, k = normalize(q), normalize(k)
@@ -283,23 +286,19 @@ def _at_least_4d(x: Tensor) -> Tensor:
     return x if x.dim() == 4 else x.unsqueeze(-1)
 
 
-# The backend and the options of calls that passed every check, by all that these depend on: decoding makes the same
-# call for every token of every layer.
-KNOWN: RecentlyUsed[Signature, tuple[str, Options]] = RecentlyUsed(1024)
-
-
-def _check_and_choose(inputs: Inputs, where: Slots, request: _Request) -> tuple[str, Options]:
+def _check_and_choose(rule: Rule | None, inputs: Inputs, where: Slots, request: DecodeRequest) -> tuple[str, Options]:
     """Check everything about one call except values; return 'torch' or 'triton', and the options."""
-    q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
+    q, v, state, cu_seqlens = inputs.q, inputs.v, inputs.state, inputs.cu_seqlens
     scale, normalize_qk, raw_gates, beta_scale, lower_bound, rounding, backend = request
     checks.check_choice("backend", backend, BACKENDS)
     checks.check_choice("rounding", rounding, ROUNDINGS)
     checks.check_scale(scale)
     checks.check_flag("normalize_qk", normalize_qk)
-    for name, gate in (("log_decay", log_decay), ("beta", beta)):
-        if gate is not None and not isinstance(gate, Tensor):
+    for name in inputs.gates():
+        if not isinstance(gate := getattr(inputs, name), Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(gate).__name__}")
-    checks.check_inputs(select_rule(log_decay, beta), inputs)
+    rule = select_rule(inputs) if rule is None else rule
+    checks.check_inputs(rule, inputs)
     checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
     checks.check_device("cu_seqlens", cu_seqlens, q)
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -308,19 +307,20 @@ def _check_and_choose(inputs: Inputs, where: Slots, request: _Request) -> tuple[
     assert state is not None
     check_seeds(where.seeds, rows, q, state, stochastic=rounding == STOCHASTIC)
     checks.check_decode_gates(inputs, beta_scale, lower_bound, raw_gates)
-    named = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state}
-    for name, x in {**named, "A_log": A_log, "dt_bias": dt_bias}.items():
-        if needs_grad(x):
+    for name in inputs.DIFFERENTIABLE:
+        if needs_grad(getattr(inputs, name)):
             raise ValueError(
                 f"{name} must not require grad: decode writes into state and has no gradients; "
                 "call it under torch.no_grad(), or train with the ops, such as lineate.gated_delta_rule"
             )
     scale = resolve_scale(scale, q.shape[-1])
     bound = None if lower_bound is None else float(lower_bound)
-    options = Options(beta is not None, scale, normalize_qk, 64, float(beta_scale), raw_gates, bound)
+    raw_decay, raw_beta = raw_gates in (True, "log_decay"), raw_gates in (True, "beta")
+    options = Options(rule, scale, normalize_qk, 64, float(beta_scale), raw_decay, raw_beta, bound)
+    inputs.refuse_unread(READS["torch"], "decode")
     if backend == "torch" or (backend == "auto" and q.device.type != "cuda"):
         return "torch", options
-    obstacle = _obstacle(q, state)
+    obstacle = _obstacle(inputs, state)
     if obstacle is None:
         return "triton", options
     if backend == "triton":
@@ -328,8 +328,11 @@ def _check_and_choose(inputs: Inputs, where: Slots, request: _Request) -> tuple[
     return "torch", options
 
 
-def _obstacle(q: Tensor, state: Tensor) -> str | None:
+def _obstacle(inputs: Inputs, state: Tensor) -> str | None:
     """Return the feature of this call that the kernel does not support, or None."""
+    q = inputs.q
+    if unread := [name for name in inputs.given() if name not in READS["triton"]]:
+        return f"it does not read {', '.join(unread)}"
     if q.device.type != "cuda" and not (q.device.type == "cpu" and interpreted()):
         return f"it needs CUDA tensors, got {q.device.type}"
     if q.dtype == torch.float64:

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.again import form_of, repeat
-from lineate.call import Inputs, Options, Request, in_one_dtype, spread_bias, spread_decay, which_are_raw
+from lineate.call import Inputs, Options, RawGates, Request, in_one_dtype, spread_bias, spread_decay
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
-from lineate.ops.rules import Attended, gated_delta_rule, kimi_delta_attention
-from lineate.rule import activate, compute_dtype, decay_of_gate
+from lineate.ops.rules import Attended, attend
+from lineate.plans import repeat, repeat_signature
+from lineate.rule import Rule, activate, compute_dtype, decay_of_gate
 
 
 def decay_gate(
@@ -90,45 +90,65 @@ def fused_delta_rule(
     """
     raw_decay = checks.check_either("gate", "log_decay", (gate, log_decay))
     raw_beta = checks.check_either("write", "beta", (write, beta))
-    decay, rate = gate if raw_decay else log_decay, write if raw_beta else beta
-    tensors = Inputs(q, k, v, decay, rate, state, cu_seqlens, A_log, dt_bias)
-    arguments = raw_decay, raw_beta, beta_scale, lower_bound, normalize_qk, scale, backend
-    form = form_of("fused_delta_rule", tensors, arguments)
-    repeated = repeat(form, tensors)
+    inputs = Inputs(
+        q=q, k=k, v=v, log_decay=gate if raw_decay else log_decay, beta=write if raw_beta else beta, state=state,
+        cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias,
+    )  # fmt: skip
+    raw = RawGates(raw_decay, raw_beta, beta_scale, lower_bound)
+    return attend_raw(None, inputs, raw, normalize_qk=normalize_qk, scale=scale, backend=backend)
+
+
+def attend_raw(
+    rule: Rule | None,
+    given: Inputs,
+    raw: RawGates,
+    *,
+    normalize_qk: bool = True,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Attended[Tensor]:
+    """Run a rule whose gates are raw, or some of them; see fused_delta_rule.
+
+    rule: its row; None: the one that takes the gates, once they have been checked.
+    """
+    name = "" if rule is None else rule.name
+    signature = repeat_signature("fused_delta_rule", given, (name, *raw, normalize_qk, scale, backend))
+    repeated = repeat(signature, given)
     if repeated is not None:
         return Attended(*repeated)
-    given = v
-    q, k, v, _, _, state, _ = in_one_dtype(Inputs(q, k, v, state=state))[:7]
-    checks.check_qkv(q, k, v)
-    raw_gates = which_are_raw(raw_decay, raw_beta)
-    inputs = Inputs(q, k, v, decay, rate, state, cu_seqlens, A_log, dt_bias)
-    if not raw_decay:
+    inputs = in_one_dtype(given)
+    checks.check_qkv(inputs.q, inputs.k, inputs.v)
+    if not raw.raw_decay:
         inputs = spread_decay(inputs)
-        decay = inputs.log_decay
-    checks.check_raw_gates(inputs, beta_scale, lower_bound, raw_gates)
-    rule = select_rule(decay, rate)
-    if dt_bias is not None and decay is not None:
-        dt_bias = spread_bias(dt_bias, decay)
-        inputs = inputs._replace(dt_bias=dt_bias)
-    plan, options = check_and_resolve(rule, inputs, Request(scale, "chunkwise", backend, None, normalize_qk))
+    checks.check_raw_gates(inputs, raw.beta_scale, raw.lower_bound, raw.which)
+    rule = select_rule(inputs) if rule is None else rule
+    if inputs.dt_bias is not None and inputs.log_decay is not None:
+        inputs = inputs.replace(dt_bias=spread_bias(inputs.dt_bias, inputs.log_decay))
+    request = Request(scale, "chunkwise", backend, None, normalize_qk)
+    plan, options = check_and_resolve(rule, inputs, request)
     if plan.backend == "triton":
         from lineate.kernels import ops as kernels  # triton, at its first use
 
-        if state is None:
-            inputs = inputs._replace(state=empty_state(q, v, cu_seqlens, torch.float32, shared=True))
-        bound = None if lower_bound is None else float(lower_bound)
-        options = Options(True, options.scale, normalize_qk, 64, float(beta_scale), raw_gates, bound)
-        checks.check_decay(log_decay)
+        if inputs.state is None:
+            state = empty_state(inputs.q, inputs.v, inputs.cu_seqlens, torch.float32, shared=True)
+            inputs = inputs.replace(state=state)
+        bound = None if raw.lower_bound is None else float(raw.lower_bound)
+        options = Options(
+            rule, options.scale, normalize_qk, 64, float(raw.beta_scale), raw.raw_decay, raw.raw_beta, bound
+        )  # fmt: skip
+        if not raw.raw_decay:
+            checks.check_decay(given.log_decay)
         output, final = kernels.chunkwise(inputs, options)
-        kernels.remember_forward(form, tensors, inputs, options)
-        return Attended(output.to(given.dtype), final)
+        kernels.remember_forward(signature, given, inputs, options)
+    else:
+        output, final = attend(rule, activated(inputs, raw), request)
+    return Attended(output.to(given.v.dtype), final)
+
+
+def activated(inputs: Inputs, raw: RawGates) -> Inputs:
+    """Return the call with log_decay and beta in place of the raw gates and their parameters."""
     log_decay, beta = activate(
-        decay, rate, A_log, dt_bias, beta_scale, lower_bound=lower_bound, raw_gates=raw_gates
+        inputs.log_decay, inputs.beta, inputs.A_log, inputs.dt_bias, raw.beta_scale,
+        lower_bound=raw.lower_bound, raw_gates=raw.which,
     )  # fmt: skip
-    assert log_decay is not None and beta is not None
-    op = kimi_delta_attention if log_decay.dim() == 4 else gated_delta_rule
-    output, final = op(
-        q, k, v, log_decay, beta,
-        scale=scale, state=state, cu_seqlens=cu_seqlens, form="chunkwise", backend=backend, normalize_qk=normalize_qk,
-    )  # fmt: skip
-    return Attended(output.to(given.dtype), final)
+    return inputs.replace(log_decay=log_decay, beta=beta, A_log=None, dt_bias=None)

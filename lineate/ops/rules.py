@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.again import form_of, repeat
 from lineate.call import Inputs, Options, Request, in_one_dtype, spread_decay
 from lineate.console.hints import OF_OPS, hinted
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
+from lineate.forms.chunkwise import READS as CHUNKWISE_READS
 from lineate.forms.chunkwise import chunkwise
 from lineate.forms.packing import Form, run_chunked, run_packed
 from lineate.forms.parallel import attention_matrix as _attention_matrix
@@ -40,6 +40,7 @@ from lineate.forms.recurrent import recurrent
 from lineate.forms.stability import watch_writes
 from lineate.native import ops as native_ops
 from lineate.ops.softmax import KeyValueCache, check_cache, softmax
+from lineate.plans import repeat, repeat_signature
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule, compute_dtype, full_precision
 from lineate.rule import normalize as unit
 from lineate.torch_ops.precision import full_precision_backward
@@ -106,23 +107,22 @@ def linear_attention(
     Returns:
         Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
-    given = v
-    q, k, v, _, _, state, _ = in_one_dtype(Inputs(q, k, v, state=state))[:7]
-    checks.check_qkv(q, k, v)
+    inputs = in_one_dtype(Inputs(q=q, k=k, v=v, state=state, cu_seqlens=cu_seqlens))
+    checks.check_qkv(inputs.q, inputs.k, inputs.v)
     checks.check_flag("normalize", normalize)
     if normalize_qk:
         checks.check_flag("normalize_qk", normalize_qk)
     phi = _feature_map(feature_map)
     if phi is not None:
         if normalize_qk:  # the features of unit vectors, not unit features
-            q, k = unit(q), unit(k)
+            inputs = inputs.map(unit, ("q", "k"))
             normalize_qk = False
-        q, k = phi(q), phi(k)
+        inputs = inputs.map(phi, ("q", "k"))
     if normalize:
-        q, k, v = with_ones(q, k, v)
-    inputs = Inputs(q, k, v, None, None, state, cu_seqlens)
-    output, state = _attend(LINEAR, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
-    return Attended(divide_by_last(output, given.dtype) if normalize else output.to(given.dtype), state)
+        q, k, v_and_ones = with_ones(inputs.q, inputs.k, inputs.v)
+        inputs = inputs.replace(q=q, k=k, v=v_and_ones)
+    output, final = attend(LINEAR, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
+    return Attended(divide_by_last(output, v.dtype) if normalize else output.to(v.dtype), final)
 
 
 @hinted(OF_OPS)
@@ -159,8 +159,8 @@ def gated_linear_attention(
     Returns:
         Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
-    inputs = Inputs(q, k, v, log_decay, None, state, cu_seqlens)
-    return _attend(GATED_LINEAR, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
+    inputs = Inputs(q=q, k=k, v=v, log_decay=log_decay, state=state, cu_seqlens=cu_seqlens)
+    return attend(GATED_LINEAR, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
 
 
 @hinted(OF_OPS)
@@ -199,8 +199,8 @@ def delta_rule(
     Returns:
         Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
-    inputs = Inputs(q, k, v, None, beta, state, cu_seqlens)
-    return _attend(DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
+    inputs = Inputs(q=q, k=k, v=v, beta=beta, state=state, cu_seqlens=cu_seqlens)
+    return attend(DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
 
 
 @hinted(OF_OPS)
@@ -240,8 +240,8 @@ def gated_delta_rule(
     Returns:
         Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
-    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
-    return _attend(GATED_DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
+    inputs = Inputs(q=q, k=k, v=v, log_decay=log_decay, beta=beta, state=state, cu_seqlens=cu_seqlens)
+    return attend(GATED_DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
 
 
 @hinted(OF_OPS)
@@ -282,8 +282,8 @@ def kimi_delta_attention(
     Returns:
         Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
-    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
-    return _attend(KIMI_DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
+    inputs = Inputs(q=q, k=k, v=v, log_decay=log_decay, beta=beta, state=state, cu_seqlens=cu_seqlens)
+    return attend(KIMI_DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
 
 
 def attend_keeping_states(
@@ -328,27 +328,28 @@ def attend_keeping_states(
         AttendedStates(output, state, states).
     """
     checks.check_every(keep_states_every)
-    given, rule, request = v, select_rule(log_decay, beta), Request(scale, "auto", backend, None, normalize_qk)
-    inputs = spread_decay(in_one_dtype(Inputs(q, k, v, log_decay, beta, state, cu_seqlens)))
+    inputs = Inputs(q=q, k=k, v=v, log_decay=log_decay, beta=beta, state=state, cu_seqlens=cu_seqlens)
+    rule, request = select_rule(inputs), Request(scale, "auto", backend, None, normalize_qk)
+    inputs = spread_decay(in_one_dtype(inputs))
     check_and_resolve(rule, inputs, request)
     if inputs.state is None:
-        inputs = inputs._replace(state=empty_state(inputs.q, inputs.v, cu_seqlens, compute_dtype(inputs.v.dtype)))
+        inputs = inputs.replace(state=empty_state(inputs.q, inputs.v, cu_seqlens, compute_dtype(inputs.v.dtype)))
     kept: list[Tensor] = []
 
-    def attend(part: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-        output, state = _attend(rule, part, request)
+    def attend_part(part: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+        output, state = attend(rule, part, request)
         if part.q.shape[1] == options.chunk_size:
             kept.append(state)
         return output, state
 
-    run: Form = partial(run_chunked, attend)
-    options = Options(rule.corrects, 1.0, chunk_size=keep_states_every)
+    run: Form = partial(run_chunked, attend_part)
+    options = Options(rule, 1.0, chunk_size=keep_states_every)
     output, final = run(inputs, options) if cu_seqlens is None else run_packed(run, inputs, options)
     if cu_seqlens is None:
         states = torch.stack(kept, 1) if kept else final.new_empty(final.shape[0], 0, *final.shape[1:])
     else:
         states = torch.cat(kept) if kept else final.new_empty(0, *final.shape[1:])
-    return AttendedStates(output.to(given.dtype), final, states)
+    return AttendedStates(output.to(v.dtype), final, states)
 
 
 def softmax_attention(
@@ -414,62 +415,68 @@ def attention_matrix(
     Returns:
         The matrix, float32 (float64 for float64 inputs).
     """
-    q, k = in_one_dtype(Inputs(q, k, q))[:2]
+    inputs = in_one_dtype(Inputs(q=q, k=k, v=q, log_decay=log_decay, beta=beta))
+    q, k = inputs.q, inputs.k
     checks.check_qkv(q, k, q)
     checks.check_one_rate(beta)
     gate, hv = log_decay if log_decay is not None else beta, q.shape[2]
     if isinstance(gate, Tensor) and gate.dim() in (1, 3, 4):
         heads = gate.shape[0 if gate.dim() == 1 else 2]
         hv = heads // hv * hv or hv  # rounded down, so that the message about a wrong number names the gate
-    inputs = spread_decay(Inputs(q, k, q.new_empty(*q.shape[:2], hv, 1), log_decay, beta))
-    log_decay = inputs.log_decay
-    checks.check_inputs(select_rule(log_decay, beta), inputs)
-    checks.check_decay(log_decay)
+    inputs = spread_decay(inputs.replace(v=q.new_empty(*q.shape[:2], hv, 1)))
+    rule = select_rule(inputs)
+    checks.check_inputs(rule, inputs)
+    checks.check_decay(inputs.log_decay)
     checks.check_scale(scale)
     checks.check_flag("normalize_qk", normalize_qk)
-    watch_writes(k, beta, normalize_qk)
-    options = Options(beta is not None, q.shape[-1] ** -0.5 if scale is None else scale, normalize_qk)
+    if rule.corrects:
+        watch_writes(k, beta, normalize_qk)
+    options = Options(rule, q.shape[-1] ** -0.5 if scale is None else scale, normalize_qk)
     with full_precision(q):
         return _attention_matrix(inputs, options)
 
 
-def _attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
-    """Check the call, choose its form and backend, and run it; or repeat an earlier one."""
-    tensors, given = inputs, inputs.v
-    form = form_of(rule.name, inputs, request)
-    repeated = repeat(form, inputs)
+def attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
+    """Check a call of a rule, choose its form and backend, and run it; or repeat an earlier one."""
+    given = inputs
+    signature = repeat_signature(rule.name, inputs, request)
+    repeated = repeat(signature, inputs)
     if repeated is not None:
         return Attended(*repeated)
     inputs = in_one_dtype(inputs)
     if "head" in rule.decays:
         inputs = spread_decay(inputs)
-    if inputs.v is not given:  # of another dtype
-        output, state = _attend(rule, inputs, request)
-        return Attended(output.to(given.dtype), state)
+    if inputs.v is not given.v:  # of another dtype
+        output, state = attend(rule, inputs, request)
+        return Attended(output.to(given.v.dtype), state)
     plan, options = check_and_resolve(rule, inputs, request)
     if inputs.state is None:
-        q, k, v, log_decay, beta, _, cu_seqlens = inputs[:7]
-        state = empty_state(q, v, cu_seqlens, compute_dtype(v.dtype), shared=plan.backend == "triton")
-        inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
-    native = plan.backend == "native"
-    if plan.form == "chunkwise" and plan.backend != "triton" and not transformed():
-        return Attended(*(native_ops.chunkwise if native else chunkwise)(inputs, options))
-    if native:
-        return Attended(*native_ops.recurrent(inputs, options))
+        q, v, shared = inputs.q, inputs.v, plan.backend == "triton"
+        inputs = inputs.replace(state=empty_state(q, v, inputs.cu_seqlens, compute_dtype(v.dtype), shared=shared))
+    if plan.backend == "native":
+        return Attended(*(native_ops.chunkwise if plan.form == "chunkwise" else native_ops.recurrent)(inputs, options))
+    if plan.form == "chunkwise" and plan.backend == "torch" and not transformed() and _chunkwise_reads(rule):
+        return Attended(*chunkwise(inputs, options))
     checks.check_decay(inputs.log_decay)
-    watch_writes(inputs.k, inputs.beta, options.normalize_qk)
+    if rule.corrects:
+        watch_writes(inputs.k, inputs.beta, options.normalize_qk)
     if plan.backend == "triton":
         from lineate.kernels import ops as kernels  # triton, at its first use
 
         if plan.form == "recurrent":
             return Attended(*kernels.recurrent(inputs, options))
         attended = Attended(*kernels.chunkwise(inputs, options))
-        kernels.remember_forward(form, tensors, inputs, options)
+        kernels.remember_forward(signature, given, inputs, options)
         return attended
     run: Form = recurrent if plan.form == "recurrent" else parallel
-    if plan.form == "chunkwise":  # inside a transform
+    if plan.form == "chunkwise":  # inside a transform, or for a rule whose chunks are not written by hand
         run = partial(run_chunked, run)
     return Attended(*_attend_torch(run, inputs, options))
+
+
+def _chunkwise_reads(rule: Rule) -> bool:
+    """Whether the chunkwise form that is written by hand knows all gates of a rule."""
+    return all(name in CHUNKWISE_READS for name in rule.gates)
 
 
 @full_precision_backward

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lineate import ops
+from lineate.call import Inputs, Request
 from lineate.forms.stability import UnstableMemoryWarning
+from lineate.ops.rules import attend
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule, read
 
 
@@ -60,14 +61,12 @@ def run_tokens(rule: Rule, S: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta:
 
     S [k, v]; k [t, k]; v [t, v]; decay [t] or [t, k]; beta [t]. A rule that accumulates has beta folded into v.
     """
-    inputs = [x[None, :, None] for x in (k, k, v if rule.corrects else beta[:, None] * v)]  # b t h k
-    if rule.decays != ("none",):
-        inputs.append(decay.log()[None, :, None])
-    if rule.corrects:
-        inputs.append(beta[None, :, None])
+    k, v = (x[None, :, None] for x in (k, v if rule.corrects else beta[:, None] * v))  # b t h k
+    gates = {"log_decay": decay.log()[None, :, None], "beta": beta[None, :, None]}
+    inputs = Inputs(q=k, k=k, v=v, state=S[None, None]).replace(**{name: gates[name] for name in rule.gates})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnstableMemoryWarning)  # the report has the stable range
-        return getattr(ops, rule.name)(*inputs, state=S[None, None], form="recurrent", backend="torch").state[0, 0]
+        return attend(rule, inputs, Request(form="recurrent", backend="torch")).state[0, 0]
 
 
 Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -18,7 +18,7 @@ MOVED = {
     ("forms", "ops"): "softmax",
     ("", "forms"): "sequences stability",
     ("small", "quantised"): "format weight product expanded which",
-    ("", ""): "small:quantised",
+    ("", ""): "small:quantised again:plans recent:plans",
     ("layers", "parallel.context"): "context:segments carry balance workload",
     ("layers", "parallel.tensor"): "ranks shards",
     ("", "parallel.job"): "processes",

@@ -1,26 +1,24 @@
-"""The chunkwise form as one torch op per backend: this file has the schema, shapes and autograd of each op."""
+"""The chunkwise form as one torch op per backend: this file has the shapes and the autograd of each op."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lineate.call import Inputs, Options
-from lineate.checks import check_bounds
-from lineate.rule import full_precision
-from lineate.torch_ops.registrar import register_op
-from lineate.torch_ops.tracing import PLAIN_TENSORS
+from lineate.torch_ops.registrar import Declared, Way, register_op, way_of
+from lineate.torch_ops.schema import Flat, empty_gradients, gradient_tuple
+from lineate.torch_ops.tracing import PLAIN_TENSORS, in_memory
 from lineate.torch_ops.zeros import read_zeros
 
 Outputs = tuple[Tensor, Tensor, Tensor]
 """The output `b t hv v`, the final state, and the states that enter each chunk, `n b hv k v` (n = 0: not wanted)."""
-Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""dq, dk, dv, dlog_decay, dbeta, dstate; those of absent inputs have no elements."""
 Chunkwise = Callable[[Inputs, Options], tuple[Tensor, Tensor]]
-"""The form's function for callers: it returns the output and the final state."""
-_TENSORS = 7  # of Inputs, from q to cu_seqlens: the ops here take no raw gates
+"""The form as callers use it: it returns the output and the final state."""
+OPTIONS = ("rule", "scale", "normalize_qk", "chunk_size")
+"""The options of the ops that take no raw gates."""
 
 
 class Forward(Protocol):
@@ -32,111 +30,127 @@ class Forward(Protocol):
 class Backward(Protocol):
     """A backend's backward, which fills the gradients from those of the output and of the final state.
 
-    It starts from `states`, those that entered each chunk; inputs.state is None.
+    It starts from `states`, those that entered each chunk; inputs.state is None. Each gradient is in the field of its
+    tensor.
     """
 
     def __call__(
-        self, inputs: Inputs, options: Options, states: Tensor, doutput: Tensor, dfinal: Tensor, grads: Grads
+        self, inputs: Inputs, options: Options, states: Tensor, doutput: Tensor, dfinal: Tensor, grads: Inputs
     ) -> None: ...
 
 
-def register(name: str, run_forward: Forward, run_backward: Backward) -> Chunkwise:
-    """Make the two ops of one backend and return the differentiable function over them."""
+class MakeOutputs(Protocol):
+    """Returns memory for the outputs of a call. keep: whether the states between chunks are wanted."""
 
-    def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor | None,
-        beta: Tensor | None,
-        state: Tensor,
-        cu_seqlens: Tensor | None,
-        corrects: bool,
-        scale: float,
-        normalize_qk: bool,
-        chunk_size: int,
-        keep: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        outputs = empty_outputs(q, v, state, cu_seqlens, chunk_size, keep)
-        if cu_seqlens is not None:
-            check_bounds(cu_seqlens, q.shape[1])
-        inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
-        with full_precision(q):
-            run_forward(inputs, Options(corrects, scale, normalize_qk, chunk_size), outputs)
+    def __call__(self, inputs: Inputs, options: Options, keep: bool) -> Outputs: ...
+
+
+def empty_outputs(inputs: Inputs, options: Options, keep: bool) -> Outputs:
+    """Return memory for the outputs of a call, with states `n b hv k v` in the dtype of the state."""
+    v, state, cu_seqlens = inputs.v, inputs.state, inputs.cu_seqlens
+    assert state is not None
+    b, t, _, key_dim = inputs.q.shape
+    sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    # An upper bound: each packed sequence may end in part of a chunk.
+    chunks = (t + sequences * (options.chunk_size - 1)) // options.chunk_size if keep else 0
+    states = state.new_empty(chunks, b, v.shape[2], key_dim, v.shape[3])
+    return v.new_empty(v.shape), state.new_empty(state.shape), states
+
+
+def register(
+    name: str,
+    run_forward: Forward,
+    run_backward: Backward,
+    reads: Sequence[str],
+    options: Sequence[str] = OPTIONS,
+    make_outputs: MakeOutputs = empty_outputs,
+    kind: type[Inputs] = Inputs,
+) -> Chunkwise:
+    """Make the two ops of one backend and return the differentiable function over them.
+
+    Args:
+        name: the forward's name.
+        run_forward: fills the outputs.
+        run_backward: fills the gradients.
+        reads: the fields of Inputs that both read.
+        options: the fields of Options that both read.
+        make_outputs: makes the outputs.
+        kind: the class of the calls.
+    """
+    flat = Flat(reads, options, kind=kind)
+    back = flat.without("state")
+
+    def run_values(inputs: Inputs, options: Options, keep: bool) -> Outputs:
+        outputs = make_outputs(inputs, options, keep)
+        run_forward(inputs, options, outputs)
         return outputs
 
-    def backward(
-        doutput: Tensor,
-        dfinal: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor | None,
-        beta: Tensor | None,
-        states: Tensor,
-        cu_seqlens: Tensor | None,
-        corrects: bool,
-        scale: float,
-        normalize_qk: bool,
-        chunk_size: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        grads = _empty_grads(q, k, v, log_decay, beta, dfinal)
-        inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens)
-        with full_precision(q):
-            run_backward(inputs, Options(corrects, scale, normalize_qk, chunk_size), states, doutput, dfinal, grads)
-        return grads
+    def forward(*arguments: Any) -> Outputs:
+        return run_values(*flat.restore(arguments), arguments[-1])
 
-    def fake(q, k, v, log_decay, beta, state, cu_seqlens, corrects, scale, normalize_qk, chunk_size, keep):  # type: ignore[no-untyped-def]
-        return empty_outputs(q, v, state, cu_seqlens, chunk_size, keep)
+    def backward(doutput: Tensor, dfinal: Tensor, states: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        inputs, options = back.restore(arguments)
+        grads = empty_gradients(inputs.replace(state=dfinal))
+        run_backward(inputs, options, states, doutput, dfinal, grads)
+        return gradient_tuple(flat, grads)
 
-    def fake_backward(doutput, dfinal, q, k, v, log_decay, beta, states, *_):  # type: ignore[no-untyped-def]
-        return _empty_grads(q, k, v, log_decay, beta, dfinal)
+    def fake(*arguments: Any) -> Outputs:
+        return make_outputs(*flat.restore(arguments), arguments[-1])
 
+    def fake_backward(doutput: Tensor, dfinal: Tensor, states: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        return gradient_tuple(flat, empty_gradients(back.restore(arguments)[0].replace(state=dfinal)))
+
+    results = ", ".join("Tensor" for name in flat.reads if name in kind.DIFFERENTIABLE)
     run = register_op(
         name,
-        forward,
-        backward,
+        Declared(forward, f"({flat.arguments()}, bool keep) -> (Tensor, Tensor, Tensor)"),
+        Declared(backward, f"(Tensor doutput, Tensor dfinal, Tensor states, {back.arguments()}) -> ({results})"),
         fake=fake,
         fake_backward=fake_backward,
-        tensors=_TENSORS,
-        save=partial(save_states, _TENSORS),
-        differentiate=differentiate,
+        tensors=flat.count,
+        save=partial(_save, flat),
+        differentiate=partial(_differentiate, flat),
         hidden=2,
         keeps=True,
     )
 
     def chunkwise(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-        output, final, _ = run(
-            *inputs[:_TENSORS], options.corrects, options.scale, options.normalize_qk, options.chunk_size
-        )
+        way = way_of(inputs.tensors())
+        if way in (Way.PLAIN, Way.VIRTUAL):  # the call as it is one value, without the op
+            if way is Way.VIRTUAL:
+                inputs = inputs.map(lambda x: in_memory((x,))[0])
+            output, final, _ = run_values(inputs, options, False)
+        else:
+            output, final, _ = run(*flat.flatten(inputs, options))
         return output, final
 
     return chunkwise
 
 
-def save_states(count, ctx, inputs, output):  # type: ignore[no-untyped-def]
-    """Save the tensors that `differentiate` needs, with the states that enter each chunk in place of the first state.
-
-    The op's arguments are `count` tensors, the last two of them the state and cu_seqlens; then options, and `keep`.
-    """
-    *tensors, _, cu_seqlens = inputs[:count]
-    ctx.save_for_backward(*tensors, output[2], cu_seqlens)
-    ctx.options = inputs[count:-1]
+def _save(flat, ctx, arguments, output):  # type: ignore[no-untyped-def]
+    """Keep what `_differentiate` needs: all tensors but the state, the states that enter each chunk, and options."""
+    state = flat.reads.index("state")
+    ctx.save_for_backward(output[2], *arguments[:state], *arguments[state + 1 : flat.count])
+    ctx.options = arguments[flat.count : -1]
     ctx.results = [(x.shape, x.dtype) for x in output[:2]]
 
 
-def differentiate(backward, ctx, *gradients):  # type: ignore[no-untyped-def]
-    """Return the gradients of a chunkwise op's arguments: backward(doutput, dfinal, *saved tensors, *options)."""
+def _differentiate(flat, backward, ctx, *gradients):  # type: ignore[no-untyped-def]
+    """Return the gradients of a chunkwise op's arguments: backward(doutput, dfinal, states, *tensors, *options)."""
     saved = ctx.saved_tensors  # read only once, because activation checkpointing refuses a second read
-    *tensors, states, _ = saved
+    states = saved[0]
     _check_kept(states)
     arrived = [
         _zeros(states, shape, dtype) if x is None else x
         for x, (shape, dtype) in zip(gradients[:2], ctx.results, strict=True)
     ]
-    *grads, dstate = backward(*arrived, *saved, *ctx.options)
-    grads = [None if x is None else dx for x, dx in zip(tensors, grads, strict=True)]
-    return *grads, dstate, *[None] * (len(ctx.options) + 2)
+    grads, given = iter(backward(*arrived, *saved, *ctx.options)), iter(saved[1:])
+    found = []
+    for name in flat.reads:
+        gradient = next(grads) if name in flat.kind.DIFFERENTIABLE else None
+        absent = name != "state" and next(given) is None
+        found.append(None if absent else gradient)
+    return *found, *[None] * (len(ctx.options) + 1)
 
 
 def _zeros(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -151,23 +165,3 @@ def _check_kept(states: Tensor) -> None:
             "the states for the backward were not kept, because this call was recorded (torch.jit.trace, make_fx) "
             "where nothing required grad; record it with an input that requires grad"
         )
-
-
-def empty_outputs(
-    q: Tensor, v: Tensor, state: Tensor, cu_seqlens: Tensor | None, chunk_size: int, keep: bool
-) -> Outputs:
-    """Allocate the outputs of a call."""
-    b, t, _, key_dim = q.shape
-    sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    # An upper bound: each packed sequence may end in part of a chunk.
-    chunks = (t + sequences * (chunk_size - 1)) // chunk_size if keep else 0
-    states = state.new_empty(chunks, b, v.shape[2], key_dim, v.shape[3])
-    return v.new_empty(v.shape), state.new_empty(state.shape), states
-
-
-def _empty_grads(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, dfinal: Tensor
-) -> Grads:
-    dlog_decay, dbeta = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (log_decay, beta))
-    dq, dk, dv, dstate = (x.new_empty(x.shape) for x in (q, k, v, dfinal))
-    return dq, dk, dv, dlog_decay, dbeta, dstate

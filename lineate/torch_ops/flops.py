@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from lineate.rule import row_of
+from lineate.torch_ops.tracing import WHEN_MODES_RECORD
+
 CHUNK = 64
 """Tokens a chunk of plain torch, unless a call says otherwise."""
 _BLOCK = 16  # rows of a chunk that share a reference point of the decay per channel
@@ -79,10 +82,9 @@ def _formula(packet: Any, count: Callable[[dict[str, Any]], int]) -> Callable[..
 
 
 def _heads(given: dict[str, Any]) -> Heads:
-    q, v, log_decay, beta = (given[name] for name in ("q", "v", "log_decay", "beta"))
-    corrects = given.get("corrects", beta is not None)
+    q, v, log_decay = (given[name] for name in ("q", "v", "log_decay"))
     per_channel = log_decay is not None and log_decay.dim() == 4
-    return Heads(q.shape[2], v.shape[2], q.shape[3], v.shape[3], corrects, per_channel)
+    return Heads(q.shape[2], v.shape[2], q.shape[3], v.shape[3], row_of(given["rule"]).corrects, per_channel)
 
 
 def _lengths(given: dict[str, Any]) -> list[int]:
@@ -123,3 +125,5 @@ _COUNTS: dict[str, Callable[[dict[str, Any]], int]] = {
     "decode": _recurrent,
 }
 """The operations of each op, by its name."""
+
+WHEN_MODES_RECORD.append(announce)

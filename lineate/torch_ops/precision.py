@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from lineate.call import Inputs
 from lineate.torch_ops.tracing import transformed
 
 P = ParamSpec("P")
@@ -85,9 +86,11 @@ def _protect(node: Node, device: str, at_first: Callable[[], None] | None = None
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
-    """Yield all tensors in tuples, lists and dictionaries."""
+    """Yield all tensors in tuples, lists, dictionaries and calls."""
     if isinstance(result, Tensor):
         yield result
+    elif isinstance(result, Inputs):
+        yield from result.given().values()
     elif isinstance(result, dict | tuple | list):
         parts: Iterable[Any] = result.values() if isinstance(result, dict) else result
         for part in parts:

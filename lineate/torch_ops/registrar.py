@@ -4,9 +4,10 @@ torch.compile, dispatch modes and autograd see `lineate::<name>` and `lineate::<
 them. An eager call bypasses torch.library, whose overhead exceeds the arithmetic of a small call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +19,47 @@ Run = Callable[..., Any]
 _transforms_are_active = torch._C._are_functorch_transforms_active
 
 
+class Way(Enum):
+    """How a call of an op runs."""
+
+    OP = "op"
+    """As an op: for compilers, modes, transforms and unknown kinds of tensors."""
+    DIFFERENTIATED = "differentiated"
+    """Eagerly, and a backward may follow."""
+    PLAIN = "plain"
+    """Eagerly, without a backward."""
+    VIRTUAL = "virtual"
+    """The same, but the memory of some tensor does not hold its values (`in_memory`)."""
+
+
+def way_of(tensors: Sequence[Tensor | None]) -> Way:
+    """Return how a call with these tensors runs."""
+    # Decoding calls this for every token of a layer: transformed() is written out, and one loop checks the tensors.
+    if recorded() or _transforms_are_active() or forward_ad._current_level >= 0:
+        return Way.OP
+    wanted = virtual = False
+    for x in tensors:
+        if x is not None:
+            if type(x) not in PLAIN_TENSORS:
+                return Way.OP
+            wanted = wanted or x.requires_grad
+            virtual = virtual or x.is_neg() or x._is_zerotensor()
+    if wanted and torch.is_grad_enabled():
+        return Way.DIFFERENTIATED
+    return Way.VIRTUAL if virtual else Way.PLAIN
+
+
+class Declared(NamedTuple):
+    """A function with its schema, for one whose annotations do not say it."""
+
+    run: Run
+    schema: str
+
+
 def register_op(
     name: str,
-    forward: Run,
-    backward: Run,
+    forward: Run | Declared,
+    backward: Run | Declared,
     *,
     fake: Run,
     fake_backward: Run,
@@ -35,7 +73,7 @@ def register_op(
 
     Args:
         name: the op's name.
-        forward: runs the op; its annotations are the schema. Tensors come first, then options.
+        forward: runs the op; its annotations are the schema, unless it is Declared. Tensors come first, then options.
         backward: forward's backward, with a schema of its own.
         fake: returns empty tensors in the shapes of forward's results, from forward's arguments.
         fake_backward: returns empty tensors in the shapes of backward's results.
@@ -52,28 +90,27 @@ def register_op(
         A function of forward's arguments (without the last one if `keeps`). It runs the op for compilers, modes,
         transforms and unknown kinds of tensors, and forward itself otherwise.
     """
+    schema = backward_schema = None
+    if isinstance(forward, Declared):
+        forward, schema = forward
+    if isinstance(backward, Declared):
+        backward, backward_schema = backward
     save = partial(_save_without_zeros, save or _save_inputs)
     differentiate = differentiate or _differentiate_inputs
     forward_op, backward_op = declare_op(
-        name, forward, backward, fake=fake, fake_backward=fake_backward, save=save, differentiate=differentiate
-    )
+        name, forward, backward, fake=fake, fake_backward=fake_backward, save=save, differentiate=differentiate,
+        schema=schema, backward_schema=backward_schema,
+    )  # fmt: skip
     backward_op.register_autograd(partial(_refuse_second_derivative, f"lineate::{name}"))
     direct = _make_function(forward, backward, backward_op, save, differentiate, hidden)
 
     def call(*inputs: Any) -> Any:
-        # Decoding calls this for every token of a layer: transformed() is inlined, and one loop checks the tensors.
-        if recorded() or _transforms_are_active() or forward_ad._current_level >= 0:
+        way = way_of(inputs[:tensors])
+        if way is Way.OP:
             return call_op(*inputs)
-        wanted = virtual = False
-        for x in inputs[:tensors]:
-            if x is not None:
-                if type(x) not in PLAIN_TENSORS:
-                    return call_op(*inputs)
-                wanted = wanted or x.requires_grad
-                virtual = virtual or x.is_neg() or x._is_zerotensor()
-        if virtual:
+        wanted = way is Way.DIFFERENTIATED
+        if way is not Way.PLAIN:
             inputs = (*in_memory(inputs[:tensors]), *inputs[tensors:])
-        wanted = wanted and torch.is_grad_enabled()
         run = direct if wanted else forward
         return run(*inputs, wanted) if keeps else run(*inputs)
 
@@ -92,10 +129,11 @@ def declare_op(
     fake_backward: Run,
     save: Callable[..., None] | None = None,
     differentiate: Run | None = None,
+    schema: str | None = None,
     backward_schema: str | None = None,
 ) -> tuple[Any, Any]:
-    """Register the two ops and return both; see register_op. backward_schema None: backward's annotations."""
-    forward_op = torch.library.custom_op(f"lineate::{name}", forward, mutates_args=())
+    """Register the two ops and return both; see register_op. Without a schema, the annotations count."""
+    forward_op = torch.library.custom_op(f"lineate::{name}", forward, mutates_args=(), schema=schema)
     backward_op = torch.library.custom_op(
         f"lineate::{name}_backward", backward, mutates_args=(), schema=backward_schema
     )

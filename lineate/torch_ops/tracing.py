@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lineate.torch_ops.flops import announce
-
 P = ParamSpec("P")
 R = TypeVar("R")
 Maybe = TypeVar("Maybe", Tensor, Tensor | None)
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-"""The types whose memory holds their values, unless `is_virtual`; subclasses may behave differently."""
+"""The types whose memory holds their values, unless `is_virtual`; a subclass may be anything."""
+WHEN_MODES_RECORD: list[Callable[[], None]] = []
+"""Called when a dispatch mode sees a call, because the mode may count operations (flops.py)."""
 
 
 def constant_in_graphs(run: Callable[P, R]) -> Callable[P, R]:
@@ -42,7 +42,8 @@ def recorded() -> bool:
     if torch.compiler.is_compiling():
         return True
     if torch._C._len_torch_dispatch_stack():
-        announce()  # the mode may count operations
+        for tell in WHEN_MODES_RECORD:
+            tell()
         return True
     return torch._C._get_tracing_state() is not None
 

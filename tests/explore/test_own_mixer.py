@@ -34,7 +34,7 @@ class OwnMixer(GatedDeltaNet):
     def trace_own(self, x: Tensor) -> Inputs:
         found = self.trace(x)
         assert found.log_decay is not None
-        return found._replace(log_decay=2 * found.log_decay)
+        return found.replace(log_decay=2 * found.log_decay)
 
 
 def make_own(model: ModelSizes, config: OwnConfig) -> nn.Module:
@@ -88,7 +88,7 @@ def stacked(mixer: Any, x: Tensor) -> Inputs:
     """Two writes a token, in a dimension of their own."""
     found = mixer.trace(x)
     twice = {name: torch.stack((getattr(found, name),) * 2, 2) for name in ("k", "v", "beta")}
-    return found._replace(**twice)
+    return found.replace(**twice)
 
 
 @pytest.mark.parametrize(("trace", "shape"), [(interleaved, r"\(1, 48, "), (stacked, r"\(1, 24, 2, ")])
@@ -116,7 +116,7 @@ def test_several_writes_a_token(own: HybridLM, trace: Any, shape: str) -> None:
 def test_a_trace_is_what_an_op_can_be_called_with(own: HybridLM, changes: dict[str, Any], message: str) -> None:
     def wrong(mixer: Any, x: Tensor) -> Inputs:
         found = mixer.trace(x)
-        return found._replace(**{name: change(found) for name, change in changes.items()})
+        return found.replace(**{name: change(found) for name, change in changes.items()})
 
     register(replace(registry.kind_of("Z"), trace=wrong))
     with pytest.raises(ValueError, match=rf"trace of my own rule \(Z\) .*{message}"):

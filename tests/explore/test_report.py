@@ -120,6 +120,7 @@ def test_the_images_are_the_files(run: tuple[Path, str], page: Page) -> None:
         assert width > 800 and height > 400
 
 
+@pytest.mark.cover
 def test_the_tables_have_the_numbers_of_the_json(run: tuple[Path, str], page: Page) -> None:
     saved = json.loads((run[0] / "demo.json").read_text())
     summary, reasons, filled, changed, topics, cleared, cost = page.tables

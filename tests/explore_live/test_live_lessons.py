@@ -79,6 +79,7 @@ def headed(page, words):
     page.locator("#lesson-title", has_text=words).wait_for()
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("size", slow_but(SIZES, ["phone"]))
 def test_a_lesson_is_read_run_and_answered(sized, size, tmp_path):
     page, lesson = sized, LESSONS[9]

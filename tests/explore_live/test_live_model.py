@@ -124,8 +124,8 @@ def patched(model, letter, gate):
         found = inputs(q, k, v, gates)
         beta = torch.full_like(found.beta, OPEN) if gate == "write" else found.beta
         if gate == "decay":
-            return found._replace(log_decay=torch.full_like(found.log_decay, -1e4))
-        return found._replace(beta=beta)
+            return found.replace(log_decay=torch.full_like(found.log_decay, -1e4))
+        return found.replace(beta=beta)
 
     if gate == "output":
         mixer.output_gate = lambda gates: torch.full_like(type(mixer).output_gate(mixer, gates), OPEN)
@@ -154,9 +154,9 @@ def test_another_rule_reads_the_same_tokens():
     def averaged(q, k, v, gates):
         found = inputs(q, k, v, gates)
         log_decay, beta = activate(found.log_decay, found.beta, found.A_log, found.dt_bias, mixer.beta_scale)
-        return Inputs(q, k, v, log_decay.mean(-1), beta)
+        return Inputs(q, k, v, log_decay=log_decay.mean(-1), beta=beta)
 
-    mixer.rule_inputs = averaged
+    mixer.rule_inputs, mixer.rule = averaged, rule_named("gated_delta_rule")
     torch.testing.assert_close(logits(beside(model, {1: Change("gated_delta_rule")})), logits(wanted), **CLOSE)
 
 

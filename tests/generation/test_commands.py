@@ -196,6 +196,7 @@ def test_files_of_conversations(folder: Path, tmp_path: Path) -> None:
     assert "No such file" in notes[1] and "expected a file that can be written" in notes[2]
 
 
+@pytest.mark.cover
 def test_save_replaces_no_file_unasked(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     file.write_text("mine")
@@ -206,6 +207,7 @@ def test_save_replaces_no_file_unasked(folder: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.cover
 def test_a_conversation_is_resumed(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     answers, _ = talk(folder, "/system Be brief.", "/seed 5", "hello", f"/save {file}", "one", "two")
@@ -247,6 +249,7 @@ def test_what_is_pasted_is_one_message(folder: Path, tmp_path: Path) -> None:
     assert [x["content"] for x in messages if x["role"] == "user"] == [f"before {PASTED} after"]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("editor", ["readline", "none"])
 def test_what_is_pasted_into_a_terminal(editor: str, folder: Path, tmp_path: Path) -> None:
     """With a line editor, which handles the marks itself, and without one, where the terminal is asked for them."""

@@ -69,6 +69,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("variant", [name for name, (family, _) in VARIANTS.items() if family in NAMES])
 def test_variants_of_a_family(variant):
     """What a configuration switches: bounds, limits, biases, and the order of norm and gate; one row, in calls too."""

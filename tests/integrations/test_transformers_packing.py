@@ -75,6 +75,7 @@ def test_packed_gradients(model):
         assert apart(packed[name], want) < 1e-5 * max(1.0, want.abs().max().item()), name
 
 
+@pytest.mark.cover
 def test_a_packed_row_is_checkpointed(kind):
     """The backward recomputes the layers of a packed row."""
     ids, positions = tokens(1, sum(LENGTHS)), restarting(LENGTHS)

@@ -164,7 +164,9 @@ def launch_all(
 ) -> list[list[tuple[str, str]]]:
     """Return the launches of a call and its backward."""
     calls, kernels = importlib.import_module("lineate.call"), importlib.import_module("lineate.kernels.call")
-    call = kernels.make_call(calls.Inputs(**inputs), calls.Options(row.corrects, 1.0), cutting)
+    given = calls.Inputs(**inputs)
+    rule = importlib.import_module("lineate.dispatch").select_rule(given)
+    call = kernels.make_call(given, calls.Options(rule, 1.0), cutting)
     state, (output, final) = inputs["state"], (torch.empty_like(inputs[name]) for name in ("v", "state"))
     states = call.v.new_empty(call.sequences.slots, *call.v.shape[2:], call.q.shape[3])
     grads = pipeline.empty_gradients(call, final)

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import lineate
-from lineate import again
+from lineate import plans, rule
 from lineate.call import Inputs, Options, in_one_dtype, spread_decay
 from tests.support.cases import GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Shape, convert, draw
 
@@ -30,14 +30,14 @@ def forbid(monkeypatch):
         raise LookedAt
 
     def start() -> None:
-        for module in ("lineate.ops", "lineate.ops.raw_gates"):
+        for module in ("lineate.ops.rules", "lineate.ops.raw_gates"):
             monkeypatch.setattr(importlib.import_module(module), "check_and_resolve", refuse)
 
     return start
 
 
-def drawn(rule, state: bool = True) -> dict[str, torch.Tensor]:
-    inputs = {name: x.cuda() for name, x in convert(draw(rule, SHAPE), torch.bfloat16).items()}
+def drawn(row, state: bool = True) -> dict[str, torch.Tensor]:
+    inputs = {name: x.cuda() for name, x in convert(draw(row, SHAPE), torch.bfloat16).items()}
     if not state:
         del inputs["state"]
     return inputs
@@ -66,9 +66,9 @@ def same(found, expected) -> bool:
 @pytest.mark.gpu
 @torch.no_grad()
 @pytest.mark.parametrize("state", [True, False], ids=["state", "no state"])
-@pytest.mark.parametrize("rule", RULES)
-def test_rules(rule, state, forbid):
-    op, inputs = RULES[rule].op, drawn(RULES[rule], state)
+@pytest.mark.parametrize("name", RULES)
+def test_rules(name, state, forbid):
+    op, inputs = RULES[name].op, drawn(RULES[name], state)
     other = {name: x if name == "state" else x.flip(1) for name, x in inputs.items()}
     turned, expected, _ = (op(**moved(given), **FORM) for given in (other, inputs, inputs))
     assert not torch.equal(turned.output, expected.output)
@@ -203,17 +203,17 @@ def test_after_inference_mode(forbid):
     ("change", "repeated"),
     [
         (lambda x: x, True),
-        (lambda x: x._replace(state=None), True),
-        (lambda x: x._replace(state=x.state.bfloat16()), False),
-        (lambda x: x._replace(state=x.state.double()), False),
-        (lambda x: x._replace(state=apart(x.state)), False),
-        (lambda x: x._replace(q=x.q.bfloat16()), False),
-        (lambda x: x._replace(v=x.v.bfloat16()), False),
-        (lambda x: x._replace(k=apart(x.k)), False),
-        (lambda x: x._replace(log_decay=x.log_decay[0, 0]), False),
-        (lambda x: x._replace(beta=apart(x.beta)), False),
-        (lambda x: x._replace(cu_seqlens=torch.tensor([0, 64])), True),
-        (lambda x: x._replace(cu_seqlens=apart(torch.tensor([0, 64]))), False),
+        (lambda x: x.replace(state=None), True),
+        (lambda x: x.replace(state=x.state.bfloat16()), False),
+        (lambda x: x.replace(state=x.state.double()), False),
+        (lambda x: x.replace(state=apart(x.state)), False),
+        (lambda x: x.replace(q=x.q.bfloat16()), False),
+        (lambda x: x.replace(v=x.v.bfloat16()), False),
+        (lambda x: x.replace(k=apart(x.k)), False),
+        (lambda x: x.replace(log_decay=x.log_decay[0, 0]), False),
+        (lambda x: x.replace(beta=apart(x.beta)), False),
+        (lambda x: x.replace(cu_seqlens=torch.tensor([0, 64])), True),
+        (lambda x: x.replace(cu_seqlens=apart(torch.tensor([0, 64]))), False),
     ],
     ids=["plain", "no state", "bfloat16 state", "float64 state", "state apart", "bfloat16 q", "bfloat16 v", "k apart",
          "constant decay", "beta apart", "packed", "bounds apart"],
@@ -226,53 +226,56 @@ def test_only_what_is_read_as_it_is_may_be_repeated(change, repeated, monkeypatc
     monkeypatch.setattr(kernels, "find", lambda kind, given, options: (True, object()))
     monkeypatch.setattr(kernels, "remember", lambda form, run: kept.append(run))
     q, k, v = (torch.ones(1, 64, 2, 16) for _ in range(3))
-    own = change(Inputs(q, k, v, torch.zeros(1, 64, 2), torch.ones(1, 64, 2), torch.zeros(1, 2, 16, 16)))
+    gates = {"log_decay": torch.zeros(1, 64, 2), "beta": torch.ones(1, 64, 2)}
+    own = change(Inputs(q=q, k=k, v=v, **gates, state=torch.zeros(1, 2, 16, 16)))
     used = spread_decay(in_one_dtype(own))
     if used.state is None:
-        used = used._replace(state=torch.zeros(1, 2, 16, 16))
-    kernels.remember_forward(("form",), own, used, Options(True, 1.0))
+        used = used.replace(state=torch.zeros(1, 2, 16, 16))
+    kernels.remember_forward(("form",), own, used, Options(rule.GATED_DELTA, 1.0))
     assert [run is not None for run in kept] == [repeated]
 
 
 def test_a_call_on_a_cpu_has_no_form():
     x = torch.ones(1, 8, 2, 16)
-    assert again.form_of("linear_attention", Inputs(x, x, x), (None, "auto")) is None
+    assert plans.repeat_signature("linear_attention", Inputs(q=x, k=x, v=x), (None, "auto")) is None
 
 
 @pytest.fixture
 def no_forms():
-    again.forget()
+    plans.forget()
     yield
-    again.forget()
+    plans.forget()
 
 
-def test_forms_are_remembered(no_forms, monkeypatch):
-    """As many as are allowed; the oldest are forgotten."""
-    monkeypatch.setattr(again, "MOST_FORMS", 3)
-    x = torch.ones(1)
+def test_signatures_are_remembered(no_forms):
+    q = torch.ones(1)
+    x = Inputs(q=q, k=q, v=q)
     for n in range(5):
-        assert again.undecided((n,)) and again.repeat((n,), [x]) is None
-        again.remember((n,), None if n == 3 else lambda tensors, n=n: (tensors[0] + n, tensors[0]))
-        assert not again.undecided((n,))
-    assert [again.undecided((n,)) for n in range(5)] == [True, True, False, False, False]
-    assert again.repeat((3,), [x]) is None and again.repeat(None, [x]) is None
-    found = again.repeat((4,), [x])
+        signature = ("repeat", n)
+        assert plans.undecided(signature) and plans.repeat(signature, x) is None
+        plans.remember(signature, None if n == 3 else lambda inputs, n=n: (inputs.q + n, inputs.q))
+        assert not plans.undecided(signature)
+    assert plans.repeat(("repeat", 3), x) is None and plans.repeat(None, x) is None
+    found = plans.repeat(("repeat", 4), x)
     assert found is not None and found[0].item() == 5
-    again.forget()
-    assert again.repeat((4,), [x]) is None
+    plans.forget("launches")
+    assert not plans.undecided(("repeat", 4))
+    plans.forget("repeat")
+    assert plans.undecided(("repeat", 4))
 
 
 def test_what_is_forgotten_may_remember(no_forms, monkeypatch):
     """A finaliser that runs while a form is forgotten may itself make calls."""
-    monkeypatch.setattr(again, "MOST_FORMS", 1)
+    monkeypatch.setattr(plans.PLANS, "n", 1)
 
     class Run:
         def __call__(self, tensors):
             return None
 
         def __del__(self) -> None:
-            again.remember(("last",), None)
+            plans.remember(("repeat", "last"), None)
 
-    again.remember(("first",), Run())
-    again.remember(("second",), None)
-    assert not again.undecided(("last",))
+    plans.remember(("repeat", "first"), Run())
+    for n in range(2):  # with the second of them the first is forgotten
+        plans.remember(("repeat", n), None)
+    assert not plans.undecided(("repeat", "last"))

@@ -24,6 +24,7 @@ from tests.support.rule_kernels import (
 BOUND = -5.0
 
 
+@pytest.mark.cover
 @pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("row", "bias"), BOUNDED)
@@ -35,6 +36,7 @@ def test_bounded_equals_activation_and_op(row, bias, path):
         assert_same_bits(differentiate(lineate.fused_delta_rule, inputs, path, lower_bound=BOUND), got)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", slow_but(FUSED_ROWS, FUSED_ROWS[1:]), ids=str)
 def test_bounded_options(row, path):
@@ -48,6 +50,7 @@ def test_bounded_options(row, path):
     check_fused(row, inputs, path, "as they are", normalize_qk=False, lower_bound=BOUND)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", slow_but(FUSED_ROWS, FUSED_ROWS[:1]), ids=str)
 def test_bounded_packed_texts(row, path):
@@ -56,6 +59,7 @@ def test_bounded_packed_texts(row, path):
     check_fused(row, inputs, path, cu_seqlens=bounds(texts), lower_bound=BOUND)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("row", slow_but(FUSED_ROWS, FUSED_ROWS[1:]), ids=str)
 def test_bounded_gates_of_another_dtype(row, path):
@@ -68,6 +72,7 @@ def test_bounded_gates_of_another_dtype(row, path):
         check_fused(row, mixed, path, (gates, parameters), lower_bound=BOUND)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("row", FUSED_ROWS, ids=str)
 def test_bounded_extreme_gates(row, path):

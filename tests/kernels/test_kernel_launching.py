@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import lineate
+from lineate import plans
 from tests.support.cases import bounds
 from tests.support.paths import BF16
 from tests.support.raw_gates import FUSED_ROWS, raw_inputs
@@ -90,7 +91,7 @@ def test_one_compilation_for_every_batch_and_length(row, packed, monkeypatch):
     before, ahead, compile_ahead = None, {}, chunkwise.compile_ahead
     for kernel in kernels().values():
         kernel.device_caches.clear()
-    monkeypatch.setattr(chunkwise, "COMPILED", set())
+    plans.forget("compiled")
     monkeypatch.setattr(
         chunkwise, "compile_ahead", lambda *args: (compile_ahead(*args), ahead.update(compilations()))[0]
     )

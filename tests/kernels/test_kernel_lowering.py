@@ -113,12 +113,14 @@ def process() -> Iterator[Lowering]:
         yield started
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("case", [*FAST, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)], ids=str)
 def test_a_call_is_lowered(case, process):
     found = process.run(*case)
     assert not found.failures, "\n\n".join(found.failures)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("size", ["cut", "many heads", "grouped"])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("row", GATES)
@@ -159,6 +161,7 @@ def test_what_is_compiled_ahead_is_what_is_launched(row, size, process):
         assert len(found.launched) > 1
 
 
+@pytest.mark.cover
 def test_no_kernel_is_left_out(process):
     """Each kernel that lineate launches is launched, so lowered, by one of the fast cases of test_a_call_is_lowered."""
     launched = set()
@@ -170,6 +173,7 @@ def test_no_kernel_is_left_out(process):
     assert {name.split(".")[2] for name in lowered} == {"hopper", "layers", "memories", "portable"}
 
 
+@pytest.mark.cover
 def test_a_kernel_that_does_not_compile_is_noticed(process):
     found = process.run(90, "broken", {})
     assert "move_pointer on sm_90" in found.failures[0] and "x += tl.program_id(0)" in found.failures[0]

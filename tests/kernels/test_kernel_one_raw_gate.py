@@ -69,6 +69,7 @@ def check(row: Row, inputs: Inputs, path: Path, raw: str, lower_bound: float | N
     return got
 
 
+@pytest.mark.cover
 @pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("bound", [None, -5.0])
@@ -83,6 +84,7 @@ def test_one_raw_gate(row, raw, bound, path):
     assert_same_bits(differentiate(lineate.fused_delta_rule, mixed, path, lower_bound=bound), got)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("raw", RAW)
 @pytest.mark.parametrize("row", slow_but(FUSED_ROWS, FUSED_ROWS[:1]), ids=str)

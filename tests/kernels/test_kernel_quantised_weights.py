@@ -188,6 +188,7 @@ def test_many_rows(path, form, block, monkeypatch):
     assert_near(quantised_products.multiply_many(x, codes), x.double() @ values.T, path)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", FORMS[1:])
 def test_rows_that_share_a_shape_have_the_same_bits_in_any_company(path, form):

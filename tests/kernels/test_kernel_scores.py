@@ -113,8 +113,11 @@ def call_of(inputs: Inputs, corrects: bool, normalize: bool = False, beta_scale:
     """Return the call that the stages get for these inputs."""
     calls, kernels = importlib.import_module("lineate.call"), importlib.import_module("lineate.kernels.call")
     raw = inputs.get("A_log") is not None
-    options = calls.Options(corrects, 1.0, normalize, beta_scale=beta_scale, raw_gates=raw)
-    return kernels.make_call(calls.Inputs(**{name: x for name, x in inputs.items() if name != "state"}), options)
+    given = calls.Inputs(**{name: x for name, x in inputs.items() if name != "state"})
+    rule = importlib.import_module("lineate.dispatch").select_rule(given)
+    assert rule.corrects == corrects
+    options = calls.Options(rule, 1.0, normalize, beta_scale=beta_scale, raw_decay=raw, raw_beta=raw)
+    return kernels.make_call(given, options)
 
 
 @pytest.mark.slow(but="values")

@@ -76,6 +76,7 @@ def test_segments(row, path, cuts):
     check(row, convert(draw(row, shape, "reset -50" if row.decay != "none" else "ordinary"), path.dtype), path)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", slow_but(ROWS, (KIMI_DELTA, GATED_DELTA)), ids=str)
 def test_segments_of_packed_sequences(row, path, cuts):
@@ -147,6 +148,7 @@ def each_sequence(row: Row, parts: list[Inputs], path: Path, packed: bool) -> li
     ]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("row", slow_but([GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
 def test_a_cut_sequence_has_the_same_bits_alone_in_a_batch_and_packed(row, path, cuts):
@@ -208,8 +210,8 @@ def test_the_chain_finds_the_cuts_of_every_packed_sequence(chunks, sizes, rule, 
     lengths = [max(0, CHUNK * n - 3) for n in chunks]
     q, v = (torch.zeros(1, sum(lengths), hv, n, dtype=dtype, device=path.device) for n in (K, V))
     beta = torch.zeros(1, sum(lengths), hv, device=path.device)
-    inputs = lineate.call.Inputs(q, q, v, None, beta, None, bounds(lengths).to(path.device))
-    made = call.make_call(inputs, lineate.call.Options(True, 1.0, False), cutting)
+    inputs = lineate.call.Inputs(q, q, v, beta=beta, cu_seqlens=bounds(lengths).to(path.device))
+    made = call.make_call(inputs, lineate.call.Options(lineate.rule.DELTA, 1.0, False), cutting)
     cuts = [cutting.count_segments(n) - 1 for n in chunks]
     if not made.sequences.cuts:
         assert not any(cuts)

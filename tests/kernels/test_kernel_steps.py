@@ -144,7 +144,7 @@ def test_a_token_of_the_delta_rule(path, case, silu, bound):
     gate, write = draw(rows, 1, hv, *([key_dim] if per_channel else [])), draw(rows, 1, hv)
     wide = [x.double().cpu() for x in (q, k, v, gate, write, A_log, dt_bias, state, weight, z)]
     assert token.serves_memory(state)
-    inputs = Inputs(q, k, v, gate, write, state, None, A_log, dt_bias)
+    inputs = Inputs(q, k, v, log_decay=gate, beta=write, state=state, A_log=A_log, dt_bias=dt_bias)
     found = token.mix(inputs, token.Token(True, "speed", 0.3, 2.0, bound), (z, weight, 1e-5, silu))
 
     q, k, v, gate, write, A_log, dt_bias, kept, weight, z = wide
@@ -213,7 +213,8 @@ def test_a_token_of_the_delta_rule_in_bfloat16(path, case, seeds):
     assert token.serves_memory(state) and not token.serves_memory(state.half())
     found, expected = (
         token.mix(
-            Inputs(q, k, v, gate, write, memory, None, A_log, dt_bias), token.Token(True, "speed", 0.3, 2.0),
+            Inputs(q, k, v, log_decay=gate, beta=write, state=memory, A_log=A_log, dt_bias=dt_bias),
+            token.Token(True, "speed", 0.3, 2.0),
             (z, weight, 1e-5, True), seeds=drawn if memory is state else None,
         )
         for memory in (state, wide)

@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lineate.call import Inputs, Request
 from lineate.layers import attention, latent
-from lineate.ops import gated_delta_rule
+from lineate.ops.rules import attend
 from lineate.parallel.context import balance, carry
 from lineate.parallel.context import segments as context
 from lineate.parallel.context.balance import Move, Part, attention_pairs, even_parts, plan_moves
 from lineate.parallel.context.workload import Source, Workload
+from lineate.rule import GATED_DELTA
 from lineate.training.context import context_parallel
 from tests.support.segments import (
     DIFFERENCES,
@@ -360,8 +362,8 @@ def _(group):
         gather = events.noted("gather", context.Context.gather_later)
         patch.setattr(context.Context, "gather_later", gather)
         patch.setattr(context.Pending, "wait", events.noted("wait", context.Pending.wait))
-        op = events.noted("walk", gated_delta_rule)
-        carry.run_rule(op, (q, k, v, log_decay, beta), None, segment, corrects=True)
+        walk = events.noted("walk", lambda inputs: attend(GATED_DELTA, inputs, Request()))
+        carry.run_rule(walk, Inputs(q, k, v, log_decay=log_decay, beta=beta), segment, corrects=True)
     maps = ["gather", "walk", "gather"] if rank else ["gather", "gather", "walk"]
     if events[events.index("gather") : events.index("wait")] != maps:
         DIFFERENCES.append(f"rank {rank}: {events}")

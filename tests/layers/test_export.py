@@ -35,6 +35,7 @@ def check(program, layer, *inputs):
     return made[1]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("letter", [pytest.param(x, marks=[pytest.mark.slow] if x in "LPN" else []) for x in KINDS])
 def test_every_mixer_is_exported(letter):
     layer, x = mixer(letter), tokens(80)

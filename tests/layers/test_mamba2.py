@@ -97,10 +97,9 @@ def test_gradients_are_those_of_the_equation(name):
 def test_forms_and_backends_agree():
     """What the rule is called with gives one result in every form."""
     found = make(torch.float32).trace(tokens(1, 70, dtype=torch.float32))
-    q, k, v, log_decay = found[:4]
-    wanted, state = lineate.gated_linear_attention(q, k, v, log_decay, form="recurrent", backend="torch")
+    wanted, state = lineate.gated_linear_attention(**found.given(), form="recurrent", backend="torch")
     for form, backend in product(("recurrent", "chunkwise"), ("torch", "native")):
-        output, last = lineate.gated_linear_attention(q, k, v, log_decay, form=form, backend=backend)
+        output, last = lineate.gated_linear_attention(**found.given(), form=form, backend=backend)
         torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(last, state, rtol=1e-4, atol=1e-5)
 
@@ -108,7 +107,7 @@ def test_forms_and_backends_agree():
 def test_a_trace_gives_the_output_of_the_rule():
     layer, x = make(), tokens(1, 21)
     found = layer.trace(x)
-    output, memory = lineate.gated_linear_attention(*found[:4])
+    output, memory = lineate.gated_linear_attention(**found.given())
     caught = []
     layer.norm.register_forward_pre_hook(lambda norm, inputs: caught.append(inputs[0]))
     _, state = layer(x)
@@ -125,6 +124,7 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("config", CONFIGS)
 def test_measured_costs_are_the_counted_ones(config):
     model = Sizes(32)

@@ -52,6 +52,43 @@ def test_measured_bytes_are_the_counted_ones(letter, config):
     assert measured == kind.operations.projections(Sizes(32), config)
 
 
+@pytest.mark.parametrize("letter", LINEAR + "S")
+def test_rows_declare_their_steps(letter):
+    """A step names the rule that the mixer runs, and columns of the widths that in_proj makes."""
+    kind = kind_of(letter)
+    mixer = kind.make(Sizes(32), preset("tiny", pattern="S").mamba if letter == "S" else CONFIG)
+    step = kind.step
+    assert step is not None and step.mixer is type(mixer) and registry.step_of(mixer) is step
+    assert step.rule.name == (kind.rule or kind.name)
+    widths = dict(zip(step.columns, mixer.splits[1:], strict=True))
+    assert widths.get("write") == (mixer.value_heads if step.rule.corrects else None)
+    inputs = mixer.rule_inputs(*mixer.enter(torch.randn(1, 3, 32))[:4])
+    assert (inputs.beta is not None) == step.rule.corrects
+    shape = "none" if inputs.log_decay is None else "head" if inputs.log_decay.dim() == 3 else "channel"
+    assert shape == step.decay
+    mixer.__class__ = type("Own", (type(mixer),), {})
+    assert registry.step_of(mixer) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decay": "channel"}, "decay must be one of head with gated_delta_rule, got 'channel'"),
+        (
+            {"columns": ("gate", "write")},
+            r"columns must have each of decay, gate, write once .* got \('gate', 'write'\)",
+        ),
+        ({"columns": ("gate", "gate", "decay", "write")}, "columns must have each of decay, gate, write once"),
+        ({"decay_gate": "none"}, "decay_gate must be 'none' if decay is, and only then, got 'none' with 'head'"),
+        ({"skips": True}, "skips must be left out with gated_delta_rule: steps compute it for rules that accumulate"),
+        ({"decay_gate": "step"}, "decay_gate 'step' must be left out with gated_delta_rule"),
+    ],
+)
+def test_a_step_is_checked(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(kind_of("G").step, **changes)
+
+
 @pytest.mark.parametrize("letter", [x for x in LINEAR if kind_of(x).trace])
 def test_a_trace_gives_the_output_of_the_rule(letter):
     torch.manual_seed(0)
@@ -61,9 +98,8 @@ def test_a_trace_gives_the_output_of_the_rule(letter):
     caught = []
     mixer.norm.register_forward_pre_hook(lambda norm, inputs: caught.append(inputs[0]))
     _, state = mixer(x)
-    tensors = [y for y in found[:5] if y is not None]
     options = {"feature_map": "identity", "normalize": True} if letter == "L" else {}
-    output, memory = getattr(lineate, kind.rule or kind.name)(*tensors, **options)
+    output, memory = getattr(lineate, kind.rule or kind.name)(**found.given(), **options)
     torch.testing.assert_close(output, caught[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(memory, state["memory"], rtol=1e-4, atol=1e-5)
     if kind.name.endswith("rule") or letter == "K":

@@ -99,6 +99,7 @@ def counts_for(rows: int, seed: int = 0) -> Tensor:
     return torch.tensor([0, T, *draw(rows, seed=seed, most=T + 1).tolist()][:rows] if rows > 1 else [seed % (T + 1)])
 
 
+@pytest.mark.cover
 @pytest.mark.slow(but="values")
 @patterns
 @prompts

@@ -219,6 +219,7 @@ print(most() - before)
 """
 
 
+@pytest.mark.cover
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
 def test_reading_takes_a_bounded_buffer(tmp_path):
     """A file of 140 MB, of which 1024 rows at a time are read, needs less than 40 MB."""

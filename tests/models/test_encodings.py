@@ -530,6 +530,7 @@ def large(key: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, AWQ_CONFIG | {"group_size": 128}
 
 
+@pytest.mark.cover
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 @pytest.mark.parametrize("key", ["fp8", "packed", "gptq", "awq"])
 def test_decoding_takes_little_memory(tmp_path, key):

@@ -101,6 +101,7 @@ def test_what_is_a_name(tmp_path, monkeypatch):
     assert not is_hub_name(tmp_path / "x")
 
 
+@pytest.mark.cover
 def test_plan_fetches_the_config_alone(online, there):
     done = lineate("plan", NAME, "--no-train", "--json", "-")
     assert done.exit_code == 0, done.output
@@ -191,6 +192,7 @@ def test_picture(online):
     assert NAME in (online.snapshot.parents[1] / "drawn" / "attention.svg").read_text()
 
 
+@pytest.mark.cover
 def test_train(online, tmp_path):
     (tmp_path / "text.txt").write_text("some words to learn " * 99)
     words = ("--data", "text.txt", "--steps", 1, "--rows", 1, "--length", 16, "--out", "run", "--cache", "cache")

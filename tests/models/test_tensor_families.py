@@ -166,6 +166,7 @@ QUICK = ("qwen3_next", "kimi_linear", "nemotron_h")
 """Families that have all that differs on ranks; the others are slow."""
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     "names",
     [QUICK, pytest.param([x for x in FAMILIES if x not in QUICK], marks=pytest.mark.slow)],

@@ -344,6 +344,7 @@ def failures(slow: bool, folder: Path) -> dict[str, str]:
     return RESULTS[slow]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SLOW])
 def test_ranks_equal_one_process(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     assert name not in (failed := failures(False, tmp_path_factory.mktemp("ranks"))), failed[name]
@@ -388,6 +389,7 @@ def trained_alone() -> dict[str, Any]:
     return train(1, 1, "none", 5)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     ("size", "context", "tensor", "shard"),
     [

@@ -64,6 +64,7 @@ def sources(log: Path) -> list[set[str]]:
     return [{Path(x).name for x in line.split() if x.endswith(".c")} for line in log.read_text().splitlines()]
 
 
+@pytest.mark.cover
 def test_only_what_is_needed_is_compiled(noting, tmp_path):
     """The rules are one file; what a layer has around them is compiled by a compiler a file, and linked."""
     log = tmp_path / "log"
@@ -163,6 +164,7 @@ def run_command(tmp_path: Path, *words: str, cc: str) -> subprocess.CompletedPro
     return subprocess.run(command, env=variables, capture_output=True, text=True, cwd=tmp_path)
 
 
+@pytest.mark.cover
 def test_commands_without_a_compiler(tmp_path):
     """A command that computes says so in one line on stderr; one that does not says nothing."""
     HybridLM(preset("tiny", vocab_size=257)).save_pretrained(tmp_path / "model")

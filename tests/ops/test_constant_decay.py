@@ -44,6 +44,7 @@ def test_the_same_bits_as_repeated(row, path):
         assert same_bits(got, expected)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", [{}, {"backend": "torch"}, TRITON])
 @rows
 def test_the_gradient_is_summed_over_tokens(row, path):

@@ -30,7 +30,7 @@ from tests.support.cases import (
     oracle,
     same_bits,
 )
-from tests.support.decode_cases import KERNEL, PATHS, SHAPE, SMALL, Path, check, inputs_of, run
+from tests.support.decode_cases import KERNEL, PATHS, SHAPE, SMALL, Path, check, check_op, inputs_of, run
 from tests.support.torch_calls import compilations
 
 
@@ -254,14 +254,14 @@ def test_parameters_are_fine_without_grad():
 @pytest.mark.parametrize("path", KERNEL)
 def test_the_kernel_touches_nothing_outside_the_pool(path):
     """Values are not checked on a GPU: a slot that does not exist gives NaN, and is not written."""
-    from lineate import call
+    from lineate import call, rule
     from lineate.kernels import pipeline
 
     inputs = {name: x.to(path[0]) for name, x in inputs_of(GATED_DELTA, SHAPE._replace(b=3, t=1), texts=4).items()}
     before = inputs["state"].clone()
     slots = torch.tensor([4, 1, 2], device=path[0])
-    given = call.Inputs(*(inputs[name] for name in ("q", "k", "v", "log_decay", "beta", "state")))
-    output = pipeline.decode(given, call.Slots(slots), call.Options(corrects=True, scale=1.0))
+    given = call.Inputs(**inputs)
+    output = pipeline.decode(given, call.Slots(slots), call.Options(rule.GATED_DELTA, scale=1.0))
     assert output[0].isnan().all() and not output[1:].isnan().any()
     assert_untouched(inputs["state"].cpu(), before.cpu(), [1, 2])
 
@@ -309,9 +309,7 @@ def test_compiled_with_everything():
 @pytest.mark.cover
 def test_what_torch_demands_of_custom_ops():
     inputs = inputs_of(GATED_DELTA, SHAPE._replace(t=2), texts=4)
-    names = ("q", "k", "v", "log_decay", "beta", "state")
-    arguments = (*(inputs[name] for name in names), torch.tensor([2, 0]), None, None, None, None)
-    torch.library.opcheck(torch.ops.lineate.decode.default, (*arguments, 1.0, False, False, 1.0, "torch"))
+    check_op(inputs, slots=torch.tensor([2, 0]))
 
 
 # wrong calls

@@ -403,6 +403,7 @@ def test_wrapped_and_hooked_projections(without):
     assert mixer.in_proj.inner.weight.grad is not None
 
 
+@pytest.mark.cover
 def test_compiled_in_one_graph(without):
     torch.manual_seed(0)
     feed, x = SwiGLU(16, 24).bfloat16(), torch.randn(2, 5, 16, dtype=BF16)

@@ -21,7 +21,7 @@ from tests.support.cases import (
     bounds,
     same_bits,
 )
-from tests.support.decode_cases import KERNEL, PATHS, SHAPE, Path, inputs_of, run
+from tests.support.decode_cases import KERNEL, PATHS, SHAPE, Path, check_op, inputs_of, run
 from tests.support.fresh import run as run_fresh
 
 BOTH = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -292,9 +292,7 @@ def test_compiled(rounding):
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for _ in range(2):
         assert same_bits(compiled(theirs), layer(ours)) and same_bits(ours, theirs)
-    names = ("q", "k", "v", "log_decay", "beta", "state")
-    arguments = (*(inputs[name] for name in names), *[None] * 5, 1.0, False, False, 1.0, "torch", None, False)
-    torch.library.opcheck(torch.ops.lineate.decode.default, (*arguments, options.get("seeds")))
+    check_op(inputs, seeds=options.get("seeds"))
 
 
 RIGHT = narrow_inputs(GATED_DELTA, Shape(2, 3, 2, 4, 3, 5))

@@ -157,10 +157,9 @@ def test_a_record_without_gradients_says_so_when_they_are_wanted(record: Any, pa
 @needs_native
 def test_recording_leaves_nothing_behind() -> None:
     """A trace's sizes are tensors, which must not be remembered as a call that needs no further checks."""
-    from lineate import dispatch
-    from lineate.ops import decoding
+    from lineate import plans
 
-    known = len(dispatch.KNOWN), len(decoding.KNOWN)
+    known = plans.PLANS.items()
     trace(as_call(KIMI_DELTA), *example(KIMI_DELTA, 23))
     trace(lambda q, k, v, d, b, s: lineate.decode(q, k, v, d, b, state=s), *example(KIMI_DELTA, 3))
-    assert known == (len(dispatch.KNOWN), len(decoding.KNOWN))
+    assert known == plans.PLANS.items()

@@ -141,6 +141,7 @@ def test_without_a_machine_all_are_shown():
     assert all(sum(line.startswith(x.name) for line in lines) == 2 for x in HARDWARE.values())
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name, hardware", [("qwen3-next-80b", "b200"), ("small", "cpu")])
 def test_how_fast_the_largest_batch_is(name, hardware):
     got = numbers(name, "--context", "4k,64k", "--hardware", hardware, "--no-train")
@@ -159,6 +160,7 @@ def test_how_fast_the_largest_batch_is(name, hardware):
     assert f"{own['most_tokens_per_second'][1]:,.4g}" in shown or f"{own['most_tokens_per_second'][1]:,.0f}" in shown
 
 
+@pytest.mark.cover
 def test_how_fast_each_machine_is():
     got = numbers("kimi-linear-48b", "--context", "64k", "--no-train")
     done = plan("kimi-linear-48b", "--context", "64k", "--no-train").stdout

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lineate.call import Inputs, Options
-from lineate.forms.chunkwise import run_forward
+from lineate.forms.chunkwise import READS, run_forward
 from lineate.layers import lact, least_squares, titans, ttt
 from lineate.models import (
     AttentionConfig,
@@ -46,7 +45,8 @@ from lineate.planning import (
 )
 from lineate.planning.compute import rule_flops
 from lineate.planning.hardware import bound, training_bound
-from lineate.torch_ops.chunk_op import empty_outputs
+from lineate.torch_ops.chunk_op import OPTIONS, empty_outputs
+from lineate.torch_ops.schema import Flat
 from lineate.training.optim import make_optimizer
 from tests.support.odd_models import EXPERTS, odd
 
@@ -55,14 +55,12 @@ RESULTS = Path(__file__).parents[2] / "bench" / "results"
 # ---- operations
 
 
-def inside(q: Tensor, k: Tensor, v: Tensor, log_decay: Any, beta: Any, state: Tensor, cu_seqlens: None, *rest: Any,
-           out_val: Any) -> int:  # fmt: skip
+def inside(*arguments: Any, out_val: Any) -> int:
     """Return torch's count of the operations that the chunkwise op runs."""
-    corrects, scale, normalize_qk, chunk_size, keep = rest
-    outputs = empty_outputs(q, v, state, cu_seqlens, chunk_size, keep)
-    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
+    inputs, options = Flat(READS, OPTIONS).restore(arguments)
+    outputs = empty_outputs(inputs, options, arguments[-1])
     with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
-        run_forward(inputs, Options(corrects, scale, normalize_qk, chunk_size), outputs)
+        run_forward(inputs, options, outputs)
     return counter.get_total_flops()
 
 

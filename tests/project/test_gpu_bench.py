@@ -175,6 +175,7 @@ def test_errors_of_a_step(state, monkeypatch):
     assert found < 1e-5 if state == SINGLE else 1e-4 < found < gpu_tables.WRONG / 2
 
 
+@pytest.mark.cover
 def test_flashinfer_is_imported_without_its_own_packages(tmp_path):
     """Neither its __init__ files nor its utilities run; a module finds the stand-in where it expects the utilities."""
     kernels = tmp_path / "flashinfer" / "gdn_kernels" / "delta_rule_dsl"

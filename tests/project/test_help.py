@@ -77,6 +77,7 @@ print(*sorted({heavy}.intersection(sys.modules)), "!")
 HEAVY = {"torch", "numpy", "rich", "matplotlib", "transformers", "fastapi", "tokenizers"}
 
 
+@pytest.mark.cover
 def test_help_and_version_import_nothing_heavy():
     """Measured with `lineate --version`: importing torch takes most of two seconds, all else a tenth of one."""
     words = [["--version"], ["--help"], *([name, "--help"] for name in COMMANDS)]
@@ -98,6 +99,7 @@ def test_names_that_are_imported_at_their_first_use(package):
     assert not hasattr(package, "__wrapped__")
 
 
+@pytest.mark.cover
 def test_modules_are_attributes():
     code = "import lineate; print(lineate.layers.GatedDeltaNet.__name__, lineate.gated_delta_rule.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

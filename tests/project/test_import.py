@@ -128,6 +128,7 @@ print("torch._dynamo" in sys.modules)
     assert python(code) == "False"
 
 
+@pytest.mark.cover
 def test_models_import_no_tensors_of_many_ranks():
     """Importing them takes a second and 40 MB, which only training on several ranks needs."""
     code = "import sys, lineate.models, lineate.serving.engine.engine; print('torch.distributed.tensor' in sys.modules)"

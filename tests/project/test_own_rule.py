@@ -285,6 +285,7 @@ def test_what_register_says_of_a_wrong_row(kind):
         ({"trace": 3}, TypeError, r"trace must be a function of \(mixer, x\), got 3"),
         ({"kept_bytes": 3.5}, TypeError, r"kept_bytes must be a function of \(config, half\), got 3.5"),
         ({"operations": 3}, TypeError, "operations must be Operations.* or None, got 3; None: they are measured"),
+        ({"step": 3}, TypeError, r"step must be StepSpec\(...\) or None, got 3; None: decoding calls the mixer"),
         ({"look": "red"}, TypeError, "look must be a Look, got 'red'; give Look"),
         ({"cache": True}, TypeError, "cache must be text, got True; give"),
     ):  # fmt: skip

@@ -58,6 +58,7 @@ def test_who_takes_part():
     assert taking["int8"] == taking["int4"] == [OURS, TORCHAO, LLAMA]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("kind", TYPES)
 def test_gguf_files_have_the_values_that_the_type_keeps(files, kind, tmp_path):
     gguf = pytest.importorskip("gguf")
@@ -86,6 +87,7 @@ def test_drawn_weights_differ_in_size():
     assert torch.equal(weight, other.layers[0].mixer.in_proj.weight)
 
 
+@pytest.mark.cover
 @torch.no_grad()
 def test_errors_are_those_of_the_quantised_weights():
     rows = quantised_error.random_errors(["tiny A"], ["bfloat16", "int8", "int4"], seeds=1, tokens=32)

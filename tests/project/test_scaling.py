@@ -125,6 +125,7 @@ def test_a_serving_step_by_hand() -> None:
     )
 
 
+@pytest.mark.cover
 def test_what_does_not_fit_is_left_out() -> None:
     assert best_serving(read_model("qwen3-next-80b"), 1, 2**16) is None
     assert best_training(read_model("kimi-linear-48b"), 4, 2**15, 128) is None

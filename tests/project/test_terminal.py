@@ -84,6 +84,7 @@ def test_inspect(folder):
     assert f"[red]model{DOT}[2J" in done.stdout.replace("\n", "")
 
 
+@pytest.mark.cover
 def test_plan(folder, tmp_path):
     for words in ([], ["--csv", "-"], ["--json", "-"]):
         done = lineate("plan", folder, "--no-train", *words)

@@ -172,6 +172,7 @@ build_app()(["quantize", *sys.argv[2:]])
 """
 
 
+@pytest.mark.cover
 @pytest.mark.skipif(os.name != "posix", reason="signals and limits of Unix")
 @pytest.mark.parametrize("how", ["full", "interrupted"])
 def test_nothing_is_left_behind_if_it_is_stopped(how: str, folder: Path, tmp_path: Path) -> None:
@@ -199,6 +200,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(folder: Path, tmp_path: Pat
 # --bits
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("bits", [16, 8, 4, "fp8"])
 def test_generate_and_chat(folder: Path, bits: int | str, tmp_path: Path) -> None:
     words = ("--tokens", 8, "--temperature", 0)

@@ -344,6 +344,7 @@ def make_large(folder: Path, layers: int, vocab: int) -> tuple[int, int]:
     return sum(4 * x.numel() for x in tensors.values()), kept
 
 
+@pytest.mark.cover
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 @pytest.mark.parametrize(
     ("layers", "vocab"),

@@ -120,6 +120,7 @@ def published(folder: Path, family: str, encoding: Encoding) -> Path:
     return rewrite(folder / "plain", folder / "float8", lambda x: write_quantised(x, encoding) and None, config)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(("family", "key"), CASES)
 @torch.no_grad()
 def test_published_numbers_stay_as_they_are(tmp_path: Path, family: str, key: str) -> None:

@@ -260,6 +260,7 @@ for n in range(4):
 """
 
 
+@pytest.mark.cover
 @pytest.mark.skipif(not hasattr(sys, "getdlopenflags"), reason="fork is of Unix")
 def test_a_process_that_forks_after_threads_have_started() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=120)

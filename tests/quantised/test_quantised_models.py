@@ -121,6 +121,7 @@ print([x for x in ("sympy", "torch._dynamo", "torch.distributed.tensor") if x in
 """
 
 
+@pytest.mark.cover
 def test_loading_and_generating_import_nothing_large(tmp_path):
     """torch imports 500 modules, 40 MB, when a tensor class like ours is first dispatched; loading must not need it."""
     realistic(sizes("GA", experts=EXPERTS)).save_pretrained(tmp_path)

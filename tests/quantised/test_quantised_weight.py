@@ -194,6 +194,7 @@ def test_bytes(form: str) -> None:
     assert quantised.nbytes_kept == wanted[form]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("form", ALL)
 def test_it_compiles_whole(form: str) -> None:
     layer = nn.Linear(64, 40)

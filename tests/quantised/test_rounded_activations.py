@@ -125,6 +125,7 @@ def test_weights_that_are_not_finite():
     assert found[:, [0, 3]].isfinite().all()
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
 def test_steps_of_a_model(form, threads):

@@ -71,6 +71,7 @@ def test_it_is_read_when_the_answer_is_complete():
     assert counts(engine) == (0, SPACING)  # a text that ends in the last piece of its prompt has nothing to read
 
 
+@pytest.mark.cover
 def test_a_step_reads_one_piece():
     engine = make()
     answer(engine, submit(engine, new=LONG))
@@ -111,6 +112,7 @@ def test_it_goes_on_after_a_request_that_came_in_the_middle():
     assert next_turn(engine, text) == 4 * SPACING
 
 
+@pytest.mark.cover
 def test_the_next_turn_may_come_before_it_is_read():
     """It begins after the pieces that were read, and reads the others; then nothing is left to read."""
     engine = make()
@@ -222,6 +224,7 @@ def test_only_so_many_wait():
     assert [engine.cache.find((*text, 0)) is not None for text in texts] == [False] * 3 + [True] * MOST_ANSWERS
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("end", [Engine.close, Engine.stop, lambda engine: engine.stop(drain=False)])
 def test_an_engine_that_ends_reads_none(end: Callable[[Engine], None]):
     for steps in (0, 1):
@@ -274,6 +277,7 @@ def test_a_fault_that_passes_leaves_none(fails, monkeypatch, caplog):
     assert next_turn(engine, text) == SPACING
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("pattern", PATTERNS)
 @torch.no_grad()
 def test_its_states_have_the_bits_of_reading_the_text(pattern):
@@ -312,6 +316,7 @@ def test_an_answer_that_no_longer_fits_is_not_read():
         assert counts(engine) == (0, 0 if crowded else SPACING)
 
 
+@pytest.mark.cover
 def test_its_state_is_freed_before_the_pool_grows(monkeypatch):
     """The plan counts no answer next to a request that is admitted."""
     engine = make()
@@ -327,6 +332,7 @@ def test_its_state_is_freed_before_the_pool_grows(monkeypatch):
     assert order[:2] == ["pause", "plan"]
 
 
+@pytest.mark.cover
 def test_a_cache_without_room_ends_the_reading():
     """Otherwise each answer would be read whole, and nothing of it be kept."""
     engine = make(cache=StateCache(1000, SPACING))

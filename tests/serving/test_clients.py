@@ -85,6 +85,7 @@ def expected(model, ids, top):
 # Messages and fields.
 
 
+@pytest.mark.cover
 def test_a_message_is_given_back_as_it_was_dumped(client):
     """`messages.append(message.model_dump())` has null for everything that the message lacks."""
     tool = {"type": "function", "function": {"name": "now"}}
@@ -233,6 +234,7 @@ def test_a_preflight_of_openais_client(http):
 # Choices.
 
 
+@pytest.mark.cover
 def test_more_choices_than_slots(client):
     options = {"model": MODEL, "messages": HELLO, "max_tokens": 8, "logit_bias": TEXT, "logprobs": True}
     made = client.chat.completions.create(n=2 * SLOTS + 1, seed=5, **options)

@@ -61,6 +61,7 @@ def check(pattern: str, handle: Handle) -> None:
         assert tuple(found.tokens) == alone(pattern, request.ids, sampling, 24)[: request.max_new_tokens]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("pattern", slow_but(PATTERNS, ("GGGA", "TPNC", "KKKM, experts")))
 def test_guesses_do_not_change_the_tokens(pattern):
     """Rows with many right guesses run beside rows with few; rows join, fork and leave, and the cache is used."""

@@ -78,6 +78,7 @@ def test_guesses_are_not_made_ahead():
     assert engine.stats.guesses > 0
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("pattern", slow_but(PATTERNS, ("GGGA", "LRDG")))
 def test_rows_of_all_kinds_join_and_end_at_any_step(pattern):
     """Rows that are drawn in different ways, and more requests than slots, which end at different steps."""

@@ -24,6 +24,7 @@ def model(family: str, form: str) -> HybridLM:
     return make_model(configs()[family], form, "cpu")
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("case", slow_but(CASES, QUICK), ids=" ".join)
 @pytest.mark.parametrize("sampling", slow_but(list(SAMPLINGS), ["greedy"]))
 def test_cached_answers_have_the_bits_of_uncached_ones(case, sampling):

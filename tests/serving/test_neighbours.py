@@ -131,6 +131,7 @@ def test_what_a_process_alone_wrote_is_found(tmp_path):
     shared.close()
 
 
+@pytest.mark.cover
 def test_the_share_of_a_process_that_was_killed(tmp_path):
     """Its lock ends with it, and what it had written stays."""
     program = """

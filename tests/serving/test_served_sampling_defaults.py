@@ -125,6 +125,7 @@ def lineate(*words, typed=""):
     return done.exit_code, done.stdout, done.stderr
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_commands_use_and_say_them(command, folder, tmp_path):
     def run(place, *words):
@@ -160,6 +161,7 @@ def test_a_wrong_file_is_named_and_can_be_passed_over(command, folder, tmp_path)
         assert lineate(command, tmp_path / "wrong", "--sampling-defaults", "none", typed="Hello")[0] == 0
 
 
+@pytest.mark.cover
 def test_tokens_and_max_tokens_are_one_option(folder):
     words = ("generate", folder, "-p", "Hello", "--temperature", 0)
     made = [lineate(*words, flag, 5) for flag in ("--max-tokens", "--tokens", "--max_tokens")]

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor, zeros
 
+from lineate import call
+from lineate.dispatch import select_rule
 from lineate.ops.decoding import decode
 from tests.support.cases import (
     Inputs,
@@ -34,12 +36,12 @@ SMALL = Shape(1, 10, 1, 2, 6, 5)
 def run(inputs: Inputs, path: Path, **options: object) -> Result:
     """Run decode on copies of the inputs, and return the result on the CPU."""
     device, backend = path
-    call = {name: x.to(device).clone() for name, x in inputs.items()}
+    given = {name: x.to(device).clone() for name, x in inputs.items()}
     options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
-    place = call["state"].data_ptr()
-    output = decode(**call, **options, backend=backend)
-    assert call["state"].data_ptr() == place
-    return Result(output.cpu(), call["state"].cpu(), {})
+    place = given["state"].data_ptr()
+    output = decode(**given, **options, backend=backend)
+    assert given["state"].data_ptr() == place
+    return Result(output.cpu(), given["state"].cpu(), {})
 
 
 def inputs_of(row: Row, shape: Shape, special: str = "ordinary", *, texts: int | None = None) -> Inputs:
@@ -64,3 +66,11 @@ def check(
     assert got.output.dtype == inputs["v"].dtype
     assert_within(errors(got, expected), allowed, what or row)
     return got
+
+
+def check_op(inputs: Inputs, **places: Tensor | None) -> None:
+    """Check what torch demands of custom ops on a call of lineate::decode."""
+    op = torch.ops.lineate.decode.default
+    rule = select_rule(call.Inputs(**inputs))
+    given = {**inputs, **places, **call.Options(rule, 1.0)._asdict(), "rule": rule.name, "backend": "torch"}
+    torch.library.opcheck(op, tuple(given.get(argument.name) for argument in op._schema.arguments))

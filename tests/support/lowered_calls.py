@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 import lineate
+from lineate import plans
 from lineate.call import Inputs
 from lineate.kernels import launching, pipeline
 from lineate.kernels.layers import cached, ops, products, quantised_products, token
@@ -110,7 +111,7 @@ def ahead(**options: Any) -> None:
 
     gpus.forget()
     gpus.compiled.clear()
-    pipeline.COMPILED.clear()
+    plans.forget("compiled")
     with mock.patch.object(pipeline, "compile_only", compile_first):
         rule(**options)
     late = gpus.compiled[early:]
@@ -211,7 +212,8 @@ def step(name: str, dtype: str, rows: int, overlap: bool) -> None:
                 q, k, v = (empty(rows, 1, heads, 128, dtype=dtype) for heads in (2, 2, 8))
                 gate, write = empty(rows, 1, 8, *channel, dtype=dtype), empty(rows, 1, 8, dtype=dtype)
                 memory = empty(rows, 8, 128, 128, dtype=state)
-                inputs = Inputs(q, k, v, gate, write, memory, None, empty(8), empty(8, *channel))
+                parameters = {"A_log": empty(8), "dt_bias": empty(8, *channel)}
+                inputs = Inputs(q, k, v, log_decay=gate, beta=write, state=memory, **parameters)
                 token.mix(
                     inputs, token.Token(True, "speed", 0.1),
                     (empty(rows, 1, 1024, dtype=dtype), empty(128, dtype=dtype), 1e-6, silu),

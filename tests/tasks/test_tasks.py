@@ -265,6 +265,7 @@ def test_wrong_flags_say_so_before_any_work(tmp_path, arguments, message):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.cover
 def test_bfloat16_trains():
     train = TrainOptions(steps=3, rows=4, eval_every=3, test_rows=8, dtype="bfloat16")
     for rule in ("linear", "gla", "deltanet", "gdn", "kda", "softmax"):

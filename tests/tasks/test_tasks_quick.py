@@ -84,6 +84,7 @@ def test_the_estimate_counts_steps_tests_and_minutes(monkeypatch):
     assert whole({cells[0]: first, cells[1]: second}, 2) == first.seconds
 
 
+@pytest.mark.cover
 def test_estimating_leaves_the_runs_as_they_are():
     before = train_cell(CELLS[2], lambda line: None).history
     costs = estimate(CELLS)
@@ -164,6 +165,7 @@ class Ear:
         self.finished.append(cell)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_watcher_is_told_every_step_and_line(jobs):
     ear, kept = Ear(), []
@@ -189,6 +191,7 @@ def test_before_a_long_run_the_command_says_how_long_and_what_is_shorter(monkeyp
 TINY = ("--steps", 2, "--rows", 2, "--test-rows", 4, "--device", "cpu")
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name", slow_but(TASKS, list(TASKS)[::4]))
 def test_every_task_is_quick_and_keeps_full_results_apart(tmp_path, name):
     (tmp_path / f"{name}.json").write_text("full results")

@@ -53,6 +53,7 @@ def test_texts_are_encoded_and_decoded_as_by_transformers(made, kind, text):
     assert ours.encode_many([text, "x"])[0].tolist() == ours.encode(text)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("kind", ["bytes", "bytes with bos"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
@@ -63,6 +64,7 @@ def test_any_ids_are_decoded_as_by_transformers(made, kind, data):
     assert ours.decode(ids, keep_special=True) == theirs.decode(ids, skip_special_tokens=False)
 
 
+@pytest.mark.cover
 @settings(max_examples=100, deadline=None)
 @given(text=WORDS)
 def test_no_text_makes_a_special_token(made, text):

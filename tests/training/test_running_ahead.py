@@ -59,6 +59,7 @@ def lines(folder: Path, ahead: bool) -> list[dict[str, Any]]:
     return [{key: x for key, x in line.items() if key != "tokens_per_second"} for line in found]
 
 
+@pytest.mark.cover
 @both
 def test_the_run_is_the_same(tmp_path: Path, optimizer: str) -> None:
     found = {}
@@ -106,6 +107,7 @@ def test_a_bad_step_stops_the_run(tmp_path: Path, optimizer: str, what: str) -> 
     assert_same_bits(found[True], found[False])
 
 
+@pytest.mark.cover
 @both
 def test_bad_steps_are_skipped(tmp_path: Path, optimizer: str, capsys: pytest.CaptureFixture[str]) -> None:
     said, found = {}, {}
@@ -121,6 +123,7 @@ def test_bad_steps_are_skipped(tmp_path: Path, optimizer: str, capsys: pytest.Ca
     assert_same_bits(found[True], found[False])
 
 
+@pytest.mark.cover
 def test_skipping_ends(tmp_path: Path) -> None:
     trainer = make(tmp_path, True, on_bad_loss="skip", steps=40, save_every=0, eval_every=0)
     poison(trainer, range(2, 40))
@@ -183,6 +186,7 @@ def test_steps_by_hand_after_a_bad_one_move_the_weights(tmp_path: Path, optimize
     trainer.close()
 
 
+@pytest.mark.cover
 def test_a_checkpoint_by_hand_looks_at_the_last_step(tmp_path: Path) -> None:
     trainer = make(tmp_path, True)
     for _ in range(3):
@@ -204,6 +208,7 @@ def test_a_checkpoint_by_hand_looks_at_the_last_step(tmp_path: Path) -> None:
     assert not list((tmp_path / "bad").glob("**/step-*"))
 
 
+@pytest.mark.cover
 def test_checkpoints_of_a_run_are_the_same(tmp_path: Path) -> None:
     """A step may be due for a checkpoint and for nothing else."""
     found = {}
@@ -252,6 +257,7 @@ def test_the_time_of_each_step_is_counted_once(tmp_path: Path, ahead: bool, monk
     assert [line["tokens"] / line["tokens_per_second"] for line in found] == [1.0] * 4
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("bad", [False, True], ids=["good", "bad"])
 def test_a_signal_ends_the_run_after_the_last_good_step(tmp_path: Path, bad: bool) -> None:
     """The signal comes when the fourth step is queued and not looked at; if that is bad, it is left out."""

@@ -114,7 +114,7 @@ def _read(change: Change, found: Trace) -> Tensor:
     if change.rule != SOFTMAX:
         changed = change.of(found)
         output = run_rule(changed)[0]
-        if found.rule != "linear_attention" or changed.beta is not None:
+        if found.rule != "linear_attention" or changed.row.corrects:
             return output
         return output / run_rule(replace(changed, v=torch.ones_like(changed.v)))[0]  # as the layer itself divides
     heads = [found.head(i) for i in range(found.v.shape[1])]

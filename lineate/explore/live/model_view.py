@@ -219,7 +219,7 @@ def _picture(reading: Reading, asked: ModelRequest) -> dict[str, Any] | None:
         "norms": {
             "state": numbers(states.norm(dim=(1, 2))),
             "written": numbers(written),
-            "corrected": None if one.beta is None else numbers(corrected),
+            "corrected": numbers(corrected) if one.row.corrects else None,
             "forgotten": None if one.log_decay is None else numbers(forgotten),
         },
         "decay": None if one.log_decay is None else _decay(one.log_decay[:, 0]),

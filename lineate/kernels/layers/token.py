@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lineate.call import Inputs
+from lineate.kernels import STEP_READS
 from lineate.kernels.launching import next_power, overlap_options, start
 from lineate.kernels.layers.rows import _sigmoid
 from lineate.kernels.portable.decode import _unit
@@ -172,7 +173,9 @@ def mix(
         skip: D `hv`: D v is added.
         seeds: `rows`, int: rounds a bfloat16 memory stochastically; None: to the nearest.
     """
-    q, k, v, gate, write, state, _, A_log, dt_bias = inputs
+    q, k, v, gate, write, state = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.beta, inputs.state
+    A_log, dt_bias = inputs.A_log, inputs.dt_bias
+    inputs.refuse_unread(STEP_READS, "the step of a mixer")
     assert state is not None
     rows, _, h, key_dim = q.shape
     hv, value_dim = v.shape[2:]

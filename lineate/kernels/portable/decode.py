@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lineate.call import Inputs, Options, Slots
+from lineate.kernels import DECODE_READS
 from lineate.kernels.launching import ceil_div, next_power, overlap_options, start
 from lineate.kernels.portable.gates import decay_of_gate
 from lineate.kernels.portable.rounding import round_nearest, round_stochastic, seed_of_head
@@ -246,7 +247,9 @@ def decode(
     columns and warps replace those of `tiling`, for measurements. settled: whether no recent launch writes the state,
     so that it may be read while they run (launching.overlapping).
     """
-    q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
+    q, k, v, log_decay, beta, state = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.beta, inputs.state
+    cu_seqlens = inputs.cu_seqlens
+    inputs.refuse_unread(DECODE_READS, "the decoding kernel")
     slots, start_slots, seeds = where
     assert state is not None
     b, t, h, key_dim = q.shape
@@ -269,7 +272,8 @@ def decode(
     blocks = ceil_div(value_dim, columns)
     rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
     output = torch.empty(b, t, hv, value_dim, dtype=v.dtype, device=v.device)
-    A_log, dt_bias = (None if x is None or not options.raw_decay else x.contiguous() for x in (A_log, dt_bias))
+    parameters = inputs.A_log, inputs.dt_bias
+    A_log, dt_bias = (None if x is None or not options.raw_decay else x.contiguous() for x in parameters)
     slots, start_slots = (None if x is None else x.contiguous() for x in (slots, start_slots))
     seeds, cu_seqlens = (None if x is None else x.contiguous() for x in (seeds, cu_seqlens))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from lineate.dispatch import CHUNK_SIZES, RECURRENT_UP_TO
 from lineate.layers.configs import LinearConfig
 from lineate.layers.registry import ModelSizes, Operations
+from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
 from lineate.torch_ops.flops import Heads
 
 
@@ -22,8 +23,8 @@ class LinearCosts:
     """(config, half) -> bytes a token that the gates and feature maps keep."""
     inner: Callable[[LinearConfig], int] = lambda config: 0
     """Elements of the low-rank projections behind in_proj."""
-    corrects: bool = False
-    """Whether the rule compares the value with the memory's answer before it writes."""
+    rule: Rule = LINEAR
+    """The row of the rule."""
     per_channel: bool = False
     """Whether the decay is one per key channel."""
     fused: bool = False
@@ -54,7 +55,7 @@ class LinearCosts:
 
     def recurrence(self, x: LinearConfig) -> int:
         """Return the operations of the recurrence on a token: read with q, write, and compare if the rule corrects."""
-        return 2 * (3 if self.corrects else 2) * x.value_heads * x.key_dim * self.columns(x)
+        return 2 * (3 if self.rule.corrects else 2) * x.value_heads * x.key_dim * self.columns(x)
 
     def columns(self, x: LinearConfig) -> int:
         """Return the columns of a head's memory."""
@@ -78,12 +79,12 @@ class LinearCosts:
 
         Token i may sum what tokens 1 .. i wrote, i vectors of v numbers, instead of reading the k x v state.
         """
-        near, reads = min(tokens, x.key_dim), 2 if self.corrects else 1
+        near, reads = min(tokens, x.key_dim), 2 if self.rule.corrects else 1
         pairs = near * (near + 1) // 2
         return 2 * reads * x.value_heads * self.columns(x) * (near * x.key_dim - pairs)
 
     def _heads(self, x: LinearConfig) -> Heads:
-        return Heads(x.heads, x.value_heads, x.key_dim, self.columns(x), self.corrects, self.per_channel)
+        return Heads(x.heads, x.value_heads, x.key_dim, self.columns(x), self.rule.corrects, self.per_channel)
 
 
 def values_of(x: LinearConfig) -> int:
@@ -130,20 +131,21 @@ GATED_LINEAR_COSTS = LinearCosts(
     lambda x: decay_rank(x) + gate_columns(x),
     lambda x, half: 4 * x.value_heads * x.key_dim * (2 if half else 3),
     inner=lambda x: decay_rank(x) * x.value_heads * x.key_dim,
+    rule=GATED_LINEAR,
     per_channel=True,
 )
-DELTA_COSTS = LinearCosts(lambda x: gate_columns(x) + x.value_heads, lambda x, half: 8 * x.value_heads, corrects=True)
+DELTA_COSTS = LinearCosts(lambda x: gate_columns(x) + x.value_heads, lambda x, half: 8 * x.value_heads, rule=DELTA)
 GATED_DELTA_COSTS = LinearCosts(
     lambda x: gate_columns(x) + 2 * x.value_heads,
     lambda x, half: 0 if half else 20 * x.value_heads,
-    corrects=True,
+    rule=GATED_DELTA,
     fused=True,
 )
 KIMI_DELTA_COSTS = LinearCosts(
     _kimi_columns,
     _channels_kept,
     inner=lambda x: decay_rank(x) * x.value_heads * x.key_dim + gate_rank(x) * values_of(x),
-    corrects=True,
+    rule=KIMI_DELTA,
     per_channel=True,
     fused=True,
 )

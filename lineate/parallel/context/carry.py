@@ -6,13 +6,14 @@
 Gradients flow back through the same maps: dS_in = A^T dS_out + U^T dO, where token t reads S_in^T U_t of S_in.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.call import Inputs
 from lineate.ops import Attended
 from lineate.parallel.context.segments import Bounds, Context, Pending, Segment
 from lineate.rule import compute_dtype, full_precision
@@ -79,34 +80,25 @@ def enter_convolution(segment: Segment, x: Tensor, state: Tensor | None, past: i
     return x, entering.contiguous()
 
 
-def run_rule(
-    op: Callable[..., Attended[Tensor]],
-    tensors: Sequence[Tensor],
-    memory: Tensor | None,
-    bounds: Bounds,
-    *,
-    corrects: bool,
-) -> Attended[Tensor]:
-    """Run op(*tensors, state=memory, cu_seqlens=bounds) from the state that enters the segment; op is linear in it.
+Run = Callable[[Inputs], Attended[Tensor]]
+"""A rule on its inputs; its output and its final state are linear in the state and the values."""
 
-    tensors: q, k, v `b t heads d` and the gates, `b t ...`. corrects: A is a k x k matrix, not only a diagonal.
+
+def run_rule(run: Run, inputs: Inputs, bounds: Bounds, *, corrects: bool) -> Attended[Tensor]:
+    """Run a rule within these bounds, from the state that enters the segment.
+
+    corrects: A is a k x k matrix, not only a diagonal.
     """
     if not isinstance(bounds, Segment):
-        return op(*tensors, state=memory, cu_seqlens=bounds)
-    return _run_segment(op, tensors, memory, bounds, corrects)
+        return run(inputs if bounds is None else inputs.replace(cu_seqlens=bounds))
+    return _run_segment(run, inputs, bounds, corrects)
 
 
 @uncompiled
-def _run_segment(
-    op: Callable[..., Attended[Tensor]],
-    tensors: Sequence[Tensor],
-    memory: Tensor | None,
-    bounds: Segment,
-    corrects: bool,
-) -> Attended[Tensor]:
+def _run_segment(run: Run, inputs: Inputs, bounds: Segment, corrects: bool) -> Attended[Tensor]:
     if not bounds.anything_continues:
-        return op(*tensors, state=memory, cu_seqlens=bounds.cu_seqlens)
-    q, k, v = tensors[:3]
+        return run(inputs.replace(cu_seqlens=bounds.cu_seqlens))
+    k, v, memory = inputs.k, inputs.v, inputs.state
     rank, b, sequences = bounds.context.rank, v.shape[0], len(bounds.bounds) - 1
     sizes = (b, v.shape[2], k.shape[3])
     empty = v.new_zeros(*sizes, v.shape[3], dtype=compute_dtype(v.dtype))
@@ -114,13 +106,13 @@ def _run_segment(
         left = empty
         if bounds.hands_on(rank):
             own = None if memory is None or bounds.own.through else memory[bounds.last_rows]
-            _, left = _run(op, tensors, empty if own is None else own, slice(*bounds.bounds[-2:]))
-        added = bounds.context.gather_later(left)  # while U and A are computed
+            _, left = _run(run, inputs, empty if own is None else own, slice(*bounds.bounds[-2:]))
+        added = bounds.context.gather_later(left)  # while U and A are made
         reads = across = None
         if bounds.continues:  # U and A: output and final state of the rule on the identity with values of 0
             identity = torch.eye(sizes[2], dtype=empty.dtype, device=v.device).expand(*sizes, sizes[2]).contiguous()
             nothing = v.new_zeros(*v.shape[:3], sizes[2])
-            reads, across = _run(op, (q, k, nothing, *tensors[3:]), identity, slice(0, bounds.first))
+            reads, across = _run(run, inputs.replace(v=nothing), identity, slice(0, bounds.first))
             across = across if corrects else across.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).contiguous()
         maps = _gather_maps(bounds.context, across, left, corrects)
     if bounds.continues:
@@ -130,8 +122,8 @@ def _run_segment(
         memory = entering if bounds.cu_seqlens is None else torch.cat(
             (entering, empty.expand(sequences - 1, -1, -1, -1) if memory is None else memory[1:])
         )  # fmt: skip
-    output, final = op(*tensors, state=memory, cu_seqlens=bounds.cu_seqlens)
-    if not bounds.continues:  # no state enters, so the rule ran while the maps were gathered
+    output, final = run(inputs.replace(state=memory, cu_seqlens=bounds.cu_seqlens))
+    if not bounds.continues:  # nothing enters, so the rule ran while the maps were gathered
         maps.wait()
         added.wait()
     return Attended(*_Leave.apply(output, final, reads, across, bounds, corrects))
@@ -175,12 +167,10 @@ class _Leave(torch.autograd.Function):
         return doutput, dfinal, None, None, None, None
 
 
-def _run(
-    op: Callable[..., Attended[Tensor]], tensors: Sequence[Tensor], state: Tensor, tokens: slice
-) -> tuple[Tensor, Tensor]:
-    """Run the op on some of the tokens, as one sequence a row."""
-    cut = [x[:, tokens] for x in tensors]
-    return op(*cut, state=state, cu_seqlens=None) if cut[0].shape[1] else (cut[2], state)
+def _run(run: Run, inputs: Inputs, state: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
+    """Run the rule on some of the tokens, as one sequence a row."""
+    cut = inputs.at(tokens, state)
+    return run(cut) if cut.q.shape[1] else (cut.v, state)
 
 
 def _gather_maps(context: Context, across: Tensor | None, added: Tensor, corrects: bool) -> Pending:

@@ -51,6 +51,7 @@ FAR = ("a ", "word ", *PARTS[20:], "`" * 16, "`" * 17, "x" * 700, "w " * 500, "y
 """Marks, and words so long that partners are too far from each other."""
 
 
+@pytest.mark.cover
 def test_an_answer_looks_as_if_it_came_at_once(page):
     draw = random.Random(0)
     texts = ["".join(draw.choices(PARTS, k=draw.randint(1, 40))) for _ in range(300)]

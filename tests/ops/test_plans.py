@@ -10,8 +10,10 @@ from lineate import dispatch
 from lineate.call import Inputs, Request
 from lineate.dispatch import check_and_resolve
 from lineate.ops import decoding
-from lineate.recent import RecentlyUsed
+from lineate.plans import PLANS, RecentlyUsed, forget
 from lineate.rule import GATED_DELTA
+
+COUNT = 600
 
 
 def test_the_keys_used_last_stay():
@@ -66,32 +68,42 @@ def checked(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[
     return calls
 
 
-def test_ops_after_many_signatures(monkeypatch):
-    """After 3,000 others, a call that is made among them is not checked again, and neither is a new one."""
+@pytest.fixture
+def few_plans(monkeypatch):
+    """Let the cache have room for fewer plans than the tests make."""
+    forget()
+    monkeypatch.setattr(PLANS, "n", COUNT // 3)
+    yield
+    forget()
+
+
+def test_ops_after_many_signatures(monkeypatch, few_plans):
+    """After many others, a call that is made among them is not checked again, and neither is a new one."""
     calls = checked(monkeypatch, dispatch, "resolve")
 
     def resolve(n: int) -> None:
         x = torch.zeros(1, 1, 1, 1)
         request = Request(float(n), "recurrent", "torch", None, False)
-        check_and_resolve(GATED_DELTA, Inputs(x, x, x, x[..., 0], x[..., 0], None, None), request)
+        check_and_resolve(GATED_DELTA, Inputs(q=x, k=x, v=x, log_decay=x[..., 0], beta=x[..., 0]), request)
 
-    for n in range(1, 3001):
+    for n in range(1, COUNT + 1):
         resolve(n)
         resolve(1)
-    assert len(calls) == 3000
-    resolve(3000)
+    assert len(calls) == COUNT
+    resolve(COUNT)
     resolve(1)
-    assert len(calls) == 3000
-    assert len(dispatch.KNOWN) <= 2 * dispatch.KNOWN.n
+    assert len(calls) == COUNT
+    assert len(PLANS) <= 2 * PLANS.n
 
 
-def test_decode_after_many_signatures(monkeypatch):
+@pytest.mark.cover
+def test_decode_after_many_signatures(monkeypatch, few_plans):
     calls = checked(monkeypatch, decoding, "resolve_scale")
     x, state = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)
-    for n in range(1, 2201):
+    for n in range(1, COUNT + 1):
         for scale in (float(n), 1.0):
             lineate.decode(x, x, x, state=state, scale=scale, backend="torch")
-    assert len(calls) == 2200
-    lineate.decode(x, x, x, state=state, scale=2200.0, backend="torch")
-    assert len(calls) == 2200
-    assert len(decoding.KNOWN) <= 2 * decoding.KNOWN.n
+    assert len(calls) == COUNT
+    lineate.decode(x, x, x, state=state, scale=float(COUNT), backend="torch")
+    assert len(calls) == COUNT
+    assert len(PLANS) <= 2 * PLANS.n
