@@ -293,7 +293,7 @@ def test_a_file_of_the_benchmarks_writer(tmp_path):
 
 def test_a_file_without_a_tokenizer_is_quantised(wide, tmp_path):
     file = gguf_files.write(tmp_path / "model.gguf", wide, matrices("Q8_0"))
-    with pytest.warns(UserWarning, match=r"put the model's tokenizer\.json next to the file; the new folder has no tok"):
+    with pytest.warns(UserWarning, match=r"put the model's tokenizer\.json next to the file; the new folder has no"):
         quantize_checkpoint(file, tmp_path / "without", "int4", progress=False)
     assert not (tmp_path / "without" / "tokenizer.json").exists()
     (tmp_path / "tokenizer.json").write_text("{}")
