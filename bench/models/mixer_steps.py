@@ -3,7 +3,7 @@
     python -m bench.models.mixer_steps [--json FILE] [--patterns DRSLGK] [--layers 12] [--weights float32 int8 int4]
 
 Both models have the same weights and take turns. The mixers of the second one are of a subclass, which a step calls
-(lineate/layers/step_spec.py); its feed-forwards, norms and head run in C in both.
+(lineate/layers/step/spec.py); its feed-forwards, norms and head run in C in both.
 """
 
 import argparse

@@ -10,7 +10,7 @@ from lineate.decoding.in_place import caches_in_place, round_up
 from lineate.decoding.prepared import are_plain
 from lineate.layers import LayerState, Memory, TokenCache
 from lineate.layers.formats import StateFormat
-from lineate.layers.native_steps import turn_on
+from lineate.layers.step.native import turn_on
 from lineate.models.state import ModelState
 from lineate.models.stepping import BoundStep, Plan, bind_states, run_tokens
 from lineate.native.product import MOST_ROWS

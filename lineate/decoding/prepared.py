@@ -10,9 +10,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from lineate.decoding.in_place import Tensors, caches_in_place
 from lineate.layers import LayerState, Memory
 from lineate.layers.formats import AS_COMPUTED, StateFormat
-from lineate.layers.native_steps import turn_on
-from lineate.layers.supported_modules import are_unchanged
-from lineate.layers.unchanged import Unchanged
+from lineate.layers.step.native import turn_on
+from lineate.layers.step.supported_modules import are_unchanged
+from lineate.layers.step.unchanged import Unchanged
 from lineate.models.checks import check_ids
 from lineate.models.hybrid import HybridLM
 from lineate.models.stepping import BoundStep, bind_states, record, run_blocks, run_tokens

@@ -16,7 +16,7 @@ from lineate.layers.costs import linear as costs
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.projection import project
 from lineate.layers.registry import Look, MixerKind, register
-from lineate.layers.step_spec import StepSpec
+from lineate.layers.step.spec import StepSpec
 from lineate.ops import Attended, divide_by_last, linear_attention, with_ones
 from lineate.parallel.context.carry import run_rule
 from lineate.parallel.context.segments import Bounds, Segment

@@ -21,7 +21,7 @@ from lineate.layers.costs.linear import LinearCosts, values_of
 from lineate.layers.linear import init_decay
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.registry import Look, MixerKind, ModelSizes, Operations, register
-from lineate.layers.step_spec import StepSpec
+from lineate.layers.step.spec import StepSpec
 from lineate.parallel.tensor.ranks import Ranks, rms_norm_over
 from lineate.parallel.tensor.shards import Cut, Part, Shard, share_out
 from lineate.rule import GATED_LINEAR, compute_dtype

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lineate.call import Inputs
 from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, MambaConfig, MemoryConfig
-from lineate.layers.step_spec import StepSpec
+from lineate.layers.step.spec import StepSpec
 from lineate.parallel.tensor.shards import Shard
 from lineate.rule import RULES
 

@@ -14,7 +14,7 @@ from lineate.layers import LayerState, MixtureOfExperts, RMSNorm, TensorSpec, ki
 from lineate.layers.entry import check_result
 from lineate.layers.feed import make_feed as make_dense
 from lineate.layers.registry import check_made
-from lineate.layers.steps import Mixed, feed_step, is_step, mix_step, runs_steps
+from lineate.layers.step.launches import Mixed, feed_step, is_step, mix_step, runs_steps
 from lineate.layers.trail import Trail, trail
 from lineate.models.config import HybridConfig
 from lineate.parallel.context.segments import Bounds
@@ -53,7 +53,7 @@ class Block(nn.Module):
     recompute: bool = False
     """Keep only the input for the backward pass, which computes the rest again."""
     _in_steps: bool
-    """Whether the sums of a step are those of layers/steps.py."""
+    """Whether the sums of a step are those of layers/step/launches.py."""
     _checked: tuple[TensorSpec, ...] | None = None
     """The state_spec that the results of a mixer of the user's own are compared with; None: it is one of lineate."""
 

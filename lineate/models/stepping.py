@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lineate.layers import LayerState
-from lineate.layers.native_steps import (
+from lineate.layers.step.native import (
     Recorded,
     bind,
     record_feed,
@@ -20,8 +20,8 @@ from lineate.layers.native_steps import (
     serves,
     serves_ids,
 )  # fmt: skip
-from lineate.layers.supported_modules import runs_own_forward
-from lineate.layers.unchanged import Unchanged
+from lineate.layers.step.supported_modules import runs_own_forward
+from lineate.layers.step.unchanged import Unchanged
 from lineate.models.block import Block
 from lineate.native import step as native
 from lineate.quantised.product import are_rounded

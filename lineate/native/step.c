@@ -1,7 +1,7 @@
 // A decoding step on a CPU: one token a row through a run of parts of a model, in float32; memories may be bfloat16.
 //
 //   rule        x += out(norm(mix(convolution, gates, memory)) * act(z)),  the input of mix being in(norm(x));
-//               a memory is decayed, then corrected or added to; every mixer of layers/step_spec.py is such a part
+//               a memory is decayed, then corrected or added to; every mixer of layers/step/spec.py is such a part
 //   attention   x += out(softmax(q keys^T) values * sigmoid(gate)),        q | gate | k | v = in(norm(x))
 //   feed        x += out(silu(gate) * up),                                 gate | up = in(norm(x))
 //   head        made = in(norm(x)),                                        the last part, if there is one

@@ -1,5 +1,5 @@
 // The rule of a mixer with a memory, for one token of a row: convolution, features, decay, write and read, norm and gate.
-// layers/step_spec.py says which of these a mixer has.
+// layers/step/spec.py says which of these a mixer has.
 #pragma once
 #include "step.h"
 

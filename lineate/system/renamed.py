@@ -24,6 +24,7 @@ MOVED = {
     ("", "parallel.job"): "processes",
     ("generation", "parallel.job"): "link",
     ("generation", "decoding"): "graphed:decoder in_place capturing",
+    ("layers", "layers.step"): "native_steps:native steps:launches bare:supported_modules unchanged",
     ("layers", "layers.costs"): "attention_costs:attention learning_costs:learning linear_costs:linear measuring",
     (
         "serving",

@@ -17,7 +17,7 @@ from lineate.layers import (
     SwiGLU,
 )
 from lineate.layers.state import CacheInPlace
-from lineate.layers.steps import feed_step, mix_step
+from lineate.layers.step.launches import feed_step, mix_step
 from tests.support.cases import interpreted
 
 pytest.importorskip("triton")

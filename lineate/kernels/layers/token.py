@@ -5,7 +5,7 @@ A linear mixer takes one launch, a program a row and value head with its whole m
     S' = Diag(exp(decay_of_gate(a + dt_bias))) S             r = beta_scale sigmoid(b) (v - S'^T k), or v
     S  = S' + k r^T                                          y = norm(scale S^T q + D v) act(z)
 
-layers/step_spec.py says which parts a mixer has. A norm over groups of all heads' channels is a second launch.
+layers/step/spec.py says which parts a mixer has. A norm over groups of all heads' channels is a second launch.
 
 Attention takes one launch that normalizes and rotates queries and keys, and writes keys and values into the caches;
 then cached.py reads them.
@@ -31,7 +31,7 @@ from lineate.kernels.portable.rounding import round_nearest, round_stochastic, s
 SPEED = tl.constexpr(1)
 SIGMOID = tl.constexpr(2)
 DECAY_GATES = {"none": 0, "speed": 1, "sigmoid": 2, "step": 3}
-"""The functions from the raw decay to the decay (layers/step_spec.py), and their numbers in the kernel."""
+"""The functions from the raw decay to the decay (layers/step/spec.py), and their numbers in the kernel."""
 MOST_STATE = 128 * 128
 """The most elements of a head's memory that a program has in registers."""
 FEW_ROWS = 4
@@ -131,7 +131,7 @@ def mix_token(
 
 @dataclass(frozen=True)
 class Token:
-    """The options of `mix`; see layers/step_spec.py.
+    """The options of `mix`; see layers/step/spec.py.
 
     Args:
         unit: Whether q and k are normalised.

@@ -28,8 +28,8 @@ from lineate.layers.projection import project
 from lineate.layers.registry import step_of
 from lineate.layers.rope import frequencies
 from lineate.layers.state import CacheInPlace, LayerState, Memory
-from lineate.layers.step_spec import StepSpec
-from lineate.layers.supported_modules import KNOWN, runs_own_forward
+from lineate.layers.step.spec import StepSpec
+from lineate.layers.step.supported_modules import KNOWN, runs_own_forward
 from lineate.quantised import QuantisedWeight
 from lineate.torch_ops.tracing import PLAIN_TENSORS, is_eager
 
