@@ -128,7 +128,7 @@ class Inputs:
         for name in changed:
             if name not in self.NAMES:
                 raise TypeError(f"{name!r} must be a field of {type(self).__name__}, one of {', '.join(self.NAMES)}")
-        return self.of({**self._fields(), **changed})
+        return self.of({**self._named(), **changed})
 
     def map(self, run: Callable[[Tensor], Tensor], names: Iterable[str] | None = None) -> Self:
         """Return a copy in which each tensor x of these fields (None: of all) is run(x); absent ones stay absent."""
@@ -137,9 +137,9 @@ class Inputs:
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return all tensors in the order of NAMES, for code that keeps them in that order and nothing else."""
-        return tuple(self._fields().values())
+        return tuple(self._named().values())
 
-    def _fields(self) -> dict[str, Tensor | None]:
+    def _named(self) -> dict[str, Tensor | None]:
         """Return all tensors by name, in the order of NAMES."""
         if torch.compiler.is_compiling():  # torch 2.11 does not trace __dict__ of a frozen dataclass
             return {name: getattr(self, name) for name in self.NAMES}

@@ -128,7 +128,7 @@ def _linear_step(
         decay = decay.unflatten(-1, (mixer.value_heads, mixer.key_dim))
     biased = spec.decay_gate in ("speed", "step")
     inputs = Inputs(
-        q, k, v, log_decay=decay, beta=raw.get("write"), state=memory,
+        q=q, k=k, v=v, log_decay=decay, beta=raw.get("write"), state=memory,
         A_log=_parameter(mixer, "A_log") if biased else None,
         dt_bias=_parameter(mixer, "dt_bias") if biased else None,
     )  # fmt: skip
