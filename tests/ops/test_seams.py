@@ -459,4 +459,4 @@ def test_kernels_refuse_it():
     with pytest.raises(ValueError, match="dummy must be None for the decoding kernel"):
         decode.decode(inputs, Slots(), options)
     with pytest.raises(ValueError, match="dummy must be None for the step of a mixer"):
-        token.mix(inputs, inputs.v, inputs.v, eps=1e-6, silu=True, beta_scale=1.0, scale=1.0)
+        token.mix(inputs, token.Token(True, "speed", 1.0), (inputs.v, inputs.v, 1e-6, True))
