@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from lineate.rule import Rule, compute_dtype
 
@@ -141,7 +142,7 @@ class Inputs:
 
     def _named(self) -> dict[str, Tensor | None]:
         """Return all tensors by name, in the order of NAMES."""
-        if torch.compiler.is_compiling():  # torch 2.11 does not trace __dict__ of a frozen dataclass
+        if is_dynamo_compiling():  # torch 2.11 does not trace __dict__ of a frozen dataclass
             return {name: getattr(self, name) for name in self.NAMES}
         return self.__dict__  # no other way is as fast
 
@@ -168,11 +169,14 @@ class Inputs:
 
 def _fill(call: Inputs, tensors: dict[str, Tensor | None]) -> None:
     """Set all fields of a new call; in a compiled graph as dataclass does, elsewhere at a third of that time."""
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         for name, x in tensors.items():
             object.__setattr__(call, name, x)
     else:
-        object.__setattr__(call, "__dict__", tensors)
+        _SET(call, "__dict__", tensors)
+
+
+_SET = object.__setattr__
 
 
 class Slots(NamedTuple):

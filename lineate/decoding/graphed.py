@@ -71,12 +71,19 @@ class DecodingInPlace:
         if self._caches and self._longest == self._window:
             self._widen()
         if self._prepared is not None and self._prepared.is_bound and self._prepared.accepts(ids):
-            logits, _ = self._prepared.read(ids)
+            logits = self._read_prepared(self._prepared, ids)
         else:
             self._ids.copy_(ids)
             (logits,) = self._step() if self._graph is None else self._graph.replay()
         self._longest, self.reads = self._longest + 1, self.reads + 1
         return logits
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _read_prepared(self, prepared: PreparedStep, ids: Tensor) -> Tensor:
+        enabled, dtype = self._autocast
+        with torch.autocast("cpu", dtype=dtype, enabled=enabled):
+            return prepared.read(ids)[0]
 
     @property
     def captured(self) -> bool:

@@ -25,6 +25,7 @@ from lineate.models.config import HybridConfig
 from lineate.models.files.saving import check_described
 from lineate.models.hybrid import HybridLM, drawn_mixer, empty_model, next_token_loss
 from lineate.models.state import ModelState
+from lineate.models.stepping import Ends, NativeSteps
 from lineate.parallel.tensor.ranks import Ranks
 from lineate.quantised.which import quantised_parameters
 
@@ -235,6 +236,7 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         model = HybridLM(config.hybrid)
         for name in MODEL_PARTS:
             setattr(self, name, getattr(model, name))
+        self._steps = NativeSteps()
         self.gradient_checkpointing = False
         self.generation_config.eos_token_id = config.eos_token_id
         if not self.embed.weight.is_meta:
@@ -363,7 +365,9 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         blocks: list[Callable[..., Any]] = list(self.layers)
         if self.gradient_checkpointing and self.training:
             blocks = [partial(self._gradient_checkpointing_func, block) for block in blocks]
-        return HybridLM.hidden(cast(HybridLM, SimpleNamespace(layers=blocks, norm=self.norm)), x, state, cu_seqlens)
+        ends = Ends(self.embed, self.norm, self.head)
+        parts = SimpleNamespace(layers=blocks, norm=self.norm, ends=ends, _steps=self._steps)
+        return HybridLM.hidden(cast(HybridLM, parts), x, state, cu_seqlens)
 
     def _logits(self, x: Tensor) -> Tensor:
         return HybridLM.logits(cast(HybridLM, self), x)

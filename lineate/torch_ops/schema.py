@@ -17,7 +17,7 @@ _TYPES = {
     "rule": "str",  # its name
     "scale": "float",
     "normalize_qk": "bool",
-    "chunk_size": "int",
+    "chunk_size": "SymInt",
     "beta_scale": "float",
     "raw_decay": "bool",
     "raw_beta": "bool",

@@ -219,8 +219,8 @@ def step(name: str, dtype: str, rows: int, overlap: bool) -> None:
                     (empty(rows, 1, 1024, dtype=dtype), empty(128, dtype=dtype), 1e-6, silu),
                     seeds=empty(rows, dtype="int64") if state == "bfloat16" else None,
                 )  # fmt: skip
-                inputs = inputs._replace(log_decay=gate[..., 0] if channel else gate, beta=None)
-                inputs = inputs._replace(dt_bias=empty(8))
+                inputs = inputs.replace(log_decay=gate[..., 0] if channel else gate, beta=None)
+                inputs = inputs.replace(dt_bias=empty(8))
                 found = token.mix(inputs, token.Token(False, "step", 1.0), None, empty(8, dtype=dtype))
                 z, over = empty(rows, 1, 1024, dtype=dtype), empty(1024, dtype=dtype)
                 token.norm_groups(found, z, over, groups=2, eps=1e-6, gate_first=silu)
