@@ -49,7 +49,7 @@ else:
 if not any(isinstance(finder, Renamed) for finder in sys.meta_path):
     sys.meta_path.insert(0, Renamed(renamed()))  # before the finder of files, which would load a module twice
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Attended",

@@ -78,7 +78,8 @@ if not TYPE_CHECKING:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import warnings
 
-        warnings.warn(f"lineate.memory.{name} is now {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+        text = f"lineate.memory.{name} is now {_RENAMED[name]}; the old name will be removed in 0.3.0"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
         return globals()[_RENAMED[name]]
 
 

@@ -113,11 +113,12 @@ def test_the_tree_is_there_and_whole():
 
 
 def test_the_version_is_written_once():
-    """It stands in lineate/__init__.py, where setuptools reads it; the changelog has an entry for it."""
+    """It stands in lineate/__init__.py, where setuptools reads it; the changelog has an entry for it, with a date."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" not in project["project"] and project["project"]["dynamic"] == ["version"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "lineate.__version__"}
-    assert f"\n## {lineate.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+    heading = rf"^## {re.escape(lineate.__version__)} \(\d{{4}}-\d\d-\d\d\)$"
+    assert re.search(heading, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
 def test_the_readme_is_short():
