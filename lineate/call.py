@@ -257,7 +257,7 @@ class Options(NamedTuple):
 def in_one_dtype(inputs: Inputs) -> Inputs:
     """Return the inputs with q, k and v in the dtype that theirs promote to, and the state in its compute dtype.
 
-    What is not a tensor of a floating dtype is left as it is, for the checks.
+    Arguments that are not floating-point tensors are returned unchanged and left to the checks.
     """
     q, k, v, state = inputs.q, inputs.k, inputs.v, inputs.state
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):

@@ -65,7 +65,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Facts:
-    """The properties of a call, beside its rule and request, that the choice depends on."""
+    """The properties of a call that the choice depends on, besides its rule and request."""
 
     t: int
     """Tokens a row."""

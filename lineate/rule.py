@@ -111,7 +111,7 @@ def activate(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return log_decay = decay_of_gate(gate, ...) and beta = beta_scale sigmoid(write) from raw gates.
 
-    With raw_gates "log_decay" or "beta" only that one is raw; the other is returned as it is.
+    With raw_gates "log_decay" or "beta" only that one is raw; the other is returned unchanged.
 
     gate `b t hv` or `b t hv k`; write `b t hv` or `b t hv v`; A_log `hv`; dt_bias `hv`, or `hv k` per channel. Both
     are computed in `dtype`; None takes the compute dtype of the gate.

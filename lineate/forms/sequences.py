@@ -42,7 +42,7 @@ def may_be_kept(cu_seqlens: Tensor) -> bool:
 
 
 def locate(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Return, for every token of packed sequences with so many tokens in all, its sequence and its place in it."""
+    """Return the sequence of each of the `tokens` tokens of packed sequences, and its position in that sequence."""
     at = torch.arange(tokens, device=cu_seqlens.device)
     # Nothing waits for a GPU, nor fails there if the bounds are wrong.
     rows = torch.searchsorted(cu_seqlens[1:].contiguous(), at, right=True).clamp(max=cu_seqlens.shape[0] - 2)

@@ -16,7 +16,7 @@ from lineate.checks import is_concrete
 ROUNDING = 0.02
 """How far beta |k|^2 may leave [0, 2]: unit keys in bfloat16 have |k|^2 up to 1 + 2^-8."""
 TOKENS_A_LOOK = 16
-"""Shorter calls are checked once in so many tokens, because the check takes a tenth of the time of a one-token call."""
+"""Shorter calls are checked once per this number of tokens: a check takes a tenth of the time of a one-token call."""
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _warned = False

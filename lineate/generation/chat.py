@@ -35,11 +35,11 @@ DEFAULT = Sampling(temperature=0.8, top_p=0.95)
 
 @dataclass(frozen=True)
 class Kept:
-    """What the model has read: a text, its tokens, and the state after all of them.
+    """A text that the model has read, its tokens, and the state after the last of them.
 
     Args:
         text: The text.
-        ids: Its tokens, as they were read.
+        ids: Its tokens, in the order of reading.
         state: The state after them, of one row.
     """
 
@@ -50,14 +50,14 @@ class Kept:
 
 @dataclass(frozen=True)
 class Turn:
-    """What an answer took.
+    """The numbers of tokens and the times of an answer.
 
     Args:
-        reused: Tokens that were not read again, as their state was kept.
+        reused: Tokens of the prompt whose state was kept, so that they were not read a second time.
         read: Tokens that were read before the answer.
         made: Tokens of the answer.
         reading: Seconds until the first token of the answer.
-        making: Seconds for the others.
+        making: Seconds for its other tokens.
     """
 
     reused: int
@@ -97,7 +97,7 @@ class Conversation:
     stop: tuple[str, ...] = ()
     messages: list[Message] = field(default_factory=list)
     turn: Turn | None = field(default=None, init=False)
-    """What the last answer took."""
+    """The numbers of tokens and the times of the last answer."""
     _kept: list[Kept] = field(default_factory=list, init=False, repr=False)
 
     @property
@@ -111,7 +111,7 @@ class Conversation:
         return sum(kept.state.nbytes for kept in self._kept)
 
     def copy(self) -> "Conversation":
-        """Return a conversation that goes on from the same messages and states, and leaves this one as it is."""
+        """Return a conversation that continues from the same messages and states; this one is not changed."""
         other = replace(self, messages=[dict(message) for message in self.messages])
         other._kept = list(self._kept)
         return other
@@ -143,8 +143,8 @@ class Conversation:
     def answer(self, text: str) -> Iterator[str]:
         """Add a message of the user, and yield the model's answer as it is made.
 
-        The answer becomes a message when it ends, also if it is closed before. `turn` then says what it took. If
-        nothing was answered, the user's message is taken back.
+        The answer becomes a message when it ends, also if it is closed before. `turn` then has its numbers of tokens
+        and times. If nothing was answered, the user's message is removed.
 
         Args:
             text: The message.

@@ -168,9 +168,9 @@ class Generation(Iterator[Tensor]):
         self._going = list(range(rows))
         self._state = state
         self._spare: ModelState | None = None
-        """An earlier state that nobody else has: its memory is used for the next one."""
+        """An earlier state that only this object holds: its memory is reused for the next one."""
         self._shown = state is not None
-        """Whether somebody else may have the state."""
+        """Whether the caller may hold the state."""
         self._decoder: Decoder | None = None
         """What reads the tokens after the prompt, where C computes the model; `_state` is then what it began with."""
         self._reads = 0
@@ -200,7 +200,7 @@ class Generation(Iterator[Tensor]):
 
     @property
     def state(self) -> ModelState | None:
-        """What the model has read of every row: all but its last token. None before the first token."""
+        """The model's state after all tokens of every row but the last; None before the first token."""
         self._shown = True
         now = self._now()
         if not self._ended:

@@ -183,8 +183,8 @@ OPERATIONS = Operations(
 def mamba_kept(x: MambaConfig, half: bool) -> float:
     """Return the bytes a token that the backward keeps.
 
-    Beside what every rule keeps, these are the steps and their decays; the sum with D x, the gate and two stages of the
-    norm, all in float32; and, if the convolution has a bias, its padded input and its output before silu.
+    In addition to those of every rule, these are the steps and their decays; the sum with D x, the gate and two stages
+    of the norm, all in float32; and, if the convolution has a bias, its padded input and its output before silu.
     """
     e, sizes = 2 if half else 4, _as_linear(x)
     values = values_of(sizes)

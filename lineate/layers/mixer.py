@@ -38,13 +38,13 @@ from lineate.rule import Rule, compute_dtype, normalize
 
 
 class Entered(NamedTuple):
-    """What the rule of a mixer reads.
+    """The inputs of a mixer's rule, before its gates are computed.
 
     Args:
         q: `b t h k`.
         k: `b t h k`.
         v: `b t hv v`.
-        gates: what in_proj makes after q | k | v.
+        gates: the outputs of in_proj after q | k | v.
         raw: q | k | v before the convolution, `b t width`.
         conv: the convolution's last inputs; None: there is none.
     """
@@ -272,7 +272,7 @@ class LinearMixer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must have rule_inputs, as every LinearMixer")
 
     def output_gate(self, gates: Sequence[Tensor]) -> Tensor:
-        """Return z `b t hv*v`, before its activation; numbers that nobody reads if there is no gate."""
+        """Return z `b t hv*v`, before its activation; unused values of that shape if there is no gate."""
         z = gates[self.gates.index("values")]
         if self.norm.activation == "none":
             return z.new_zeros(()).expand(*z.shape[:-1], self.value_heads * self.value_dim)

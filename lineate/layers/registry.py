@@ -1,6 +1,6 @@
 """The registry of mixers: one row a mixer, with everything that the rest of the library needs to know about it.
 
-A row is declared beside the class of its mixer and registered once. `models`, `planning`, `tasks`, `explore`,
+A row is declared next to the class of its mixer and registered once. `models`, `planning`, `tasks`, `explore`,
 `inspect`, the command line and the benchmarks read rows; none of them names a letter. A user's own mixer is registered
 in the same way:
 

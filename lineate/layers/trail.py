@@ -215,7 +215,9 @@ def _decode(mixer: LinearMixer, inputs: Inputs, pool: Tensor, slots: Tensor, see
 
 @dataclass(frozen=True)
 class Replay:
-    """What a linear rule was called with: the memory after some of its tokens costs one launch, and no room before.
+    """The inputs of a linear rule in a speculative pass.
+
+    The memory after any accepted tokens is recomputed from them in one launch, so no intermediate memory is stored.
 
     Args:
         mixer: the mixer of the rule.

@@ -40,11 +40,11 @@ __all__ = ["HybridLM", "LMOutput", "check_saveable", "empty_model", "make_mixer"
 
 
 class LMOutput(NamedTuple):
-    """What a language model returns.
+    """The result of a language model.
 
     Args:
         logits: `b t vocab`.
-        state: what the model remembers, to continue from.
+        state: the model's state after the last token, to continue from.
         loss: mean cross-entropy of the next tokens, if labels were given, else None.
     """
 
@@ -143,7 +143,7 @@ class HybridLM(nn.Module):
         return tuple(block.mixer.state_spec for block in self.layers)  # type: ignore[union-attr, misc]
 
     def state_nbytes(self, rows: int = 1, tokens: int = 0, state_dtype: str | torch.dtype | None = None) -> int:
-        """Return the bytes that the state of so many rows has after so many tokens; see convert_state."""
+        """Return the bytes of the state of `rows` rows after `tokens` tokens; see convert_state."""
         specs = StateFormat.of(state_dtype).specs(self.state_spec)
         return rows * sum(spec.nbytes(tokens) for layer in specs for spec in layer)
 
@@ -424,7 +424,7 @@ class HybridLM(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config.json and model.safetensors, which from_pretrained reads back to the same bits.
 
-        A model that was loaded from a folder with a tokenizer brings it along: its files are copied as they are, and so
+        A model that was loaded from a folder with a tokenizer brings it along: its files are copied unchanged, and so
         is generation_config.json, unless `sampling_defaults` has been changed since: it is then written into that file.
         The configuration must describe the model: a mixer of another class, or a setting changed after construction,
         is refused.

@@ -55,14 +55,14 @@ class Description:
     loaded_bytes: int = 0
     """Bytes of the model in memory if it is loaded as it is stored, on a CPU."""
     weight_bytes: dict[int | str, int] = field(default_factory=dict)
-    """Bytes of the model in memory with large weights of so many bits, or "fp8", and others in float32, as on a CPU."""
+    """Bytes of the model in memory by the bits of large weights, or "fp8", with the others in float32, as on a CPU."""
 
     @property
     def bytes_on_disk(self) -> int:
         return sum(self.bytes_by_dtype.values())
 
     def state_bytes(self, tokens: int) -> int:
-        """Return the bytes of one sequence after so many tokens."""
+        """Return the bytes of the state of one sequence after `tokens` tokens."""
         return self.memory_bytes + self.conv_bytes + tokens * self.cache_bytes_per_token
 
 

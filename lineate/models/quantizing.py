@@ -34,14 +34,14 @@ from lineate.quantised.which import quantised_formats
 
 @dataclass(frozen=True)
 class Quantized:
-    """What was written.
+    """The checkpoint that was written.
 
     Args:
         folder: the new checkpoint.
         form: the format of its weights.
         bytes_before: bytes of the files that were read.
         bytes_after: bytes of the tensors that were written.
-        stayed: the bytes of what is not quantised, by name; layers of one name are added up.
+        stayed: the bytes of tensors that are not quantised, by name; layers of one name are added up.
     """
 
     folder: Path
@@ -107,7 +107,7 @@ def _defaults(checkpoint: Checkpoint) -> SamplingDefaults | None:
     try:
         return read_sampling_defaults(checkpoint)
     except CheckpointError as error:
-        kept = "left out of" if checkpoint.metadata is not None else "copied as they are to"
+        kept = "left out of" if checkpoint.metadata is not None else "copied unchanged to"
         warnings.warn(f"{error}; the sampling options are {kept} the new folder", stacklevel=3)
         return None
 
@@ -126,7 +126,7 @@ def _check_free(out: Path) -> None:
 
 
 def _check_room(out: Path, nbytes: int) -> None:
-    """Raise before anything is written if the disk of the new folder has no room for so many bytes."""
+    """Raise before anything is written if the disk of the new folder has fewer than `nbytes` bytes free."""
     place = next(folder for folder in (out, *out.parents) if folder.exists())
     free = shutil.disk_usage(place).free
     if nbytes > free:
@@ -168,7 +168,7 @@ def _maker(
 
 @contextmanager
 def _renamed(out: Path) -> Iterator[Path]:
-    """Yield a new folder beside `out` that takes its name in the end; if anything fails, it is removed."""
+    """Yield a new folder next to `out`, and rename it to `out` at the end; if anything fails, it is removed."""
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     new = [folder for folder in part.parents if not folder.exists()]
     try:
@@ -178,6 +178,6 @@ def _renamed(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         for folder in new:
-            with suppress(OSError):  # somebody else may use it by now
+            with suppress(OSError):  # another process may use it by now
                 folder.rmdir()
         raise

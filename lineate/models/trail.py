@@ -52,12 +52,12 @@ class ModelTrail:
 
 
 class TrailOutput(NamedTuple):
-    """What HybridLM.trail returns.
+    """The result of HybridLM.trail.
 
     Args:
         logits: `b t vocab`.
         trail: the states after each token.
-        hidden: what the head reads, `b t hidden`.
+        hidden: the inputs of the head, `b t hidden`.
     """
 
     logits: Tensor

@@ -174,7 +174,7 @@ class _Unfit(Exception):
 
 
 def _load(file: Path) -> ctypes.CDLL:
-    """Load a library whose content has the checksum of its name, and which nobody but us and root can write.
+    """Load a library whose content has the checksum in its name, and which only this user and root can write.
 
     Where /proc exists the loader opens the descriptor's path, so it loads the very file that was checked. The
     descriptor stays open, because the loader knows a library by its path: no other file must get its number.
@@ -205,7 +205,7 @@ def _load(file: Path) -> ctypes.CDLL:
 
 
 def _writers(found: os.stat_result) -> str:
-    """Return a clause that says who besides us and root can write a file or folder; empty if nobody can."""
+    """Return a clause that says who can write a file or folder besides this user and root; empty if no one else can."""
     if found.st_uid not in (0, os.geteuid()):
         return f"it belongs to user {found.st_uid}, who can put any code there"
     if found.st_mode & stat.S_IWOTH:
@@ -242,7 +242,7 @@ def _fingerprint(command: list[str], code: Code) -> str:
 
 @functools.cache
 def _machine(command: tuple[str, ...]) -> bytes:
-    """Return what tells compilers and processors apart."""
+    """Return a digest that identifies the compiler and the processor."""
     digest = hashlib.sha256()
     try:
         digest.update(subprocess.run([*command, "--version"], capture_output=True, timeout=30).stdout)

@@ -169,7 +169,7 @@ def _in_one_dtype(inputs: Inputs, raw_decay: bool) -> Inputs:
 
 
 def _unflat(dt_bias: Tensor | None, gate: Tensor | None) -> Tensor | None:
-    """Return a bias `hv * k` of a gate per channel as `hv k`; others as they are, for the checks."""
+    """Return a bias `hv * k` of a gate per channel as `hv k`; others unchanged, for the checks."""
     if not isinstance(dt_bias, Tensor) or not isinstance(gate, Tensor) or gate.dim() != 4 or gate.shape[3] == 1:
         return dt_bias
     return dt_bias.view(gate.shape[2:]) if dt_bias.shape == (gate.shape[2:].numel(),) else dt_bias

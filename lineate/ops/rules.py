@@ -1,4 +1,4 @@
-"""The five public ops, softmax attention beside them, and the attention matrix of each.
+"""The five public ops, softmax attention, and the attention matrix of each.
 
 Shapes: q, k `b t h k`; v `b t hv v` (hv a multiple of h); log_decay `b t hv` or `b t hv k`, natural logarithm, at most
 0, per token, or `hv` if it is constant; beta `b t hv`; state `b hv k v` in float32 (float64 for float64 inputs). All
@@ -51,7 +51,7 @@ State = TypeVar("State")
 
 
 class Attended(NamedTuple, Generic[State]):
-    """What every op returns: the output, and the memory after the last token."""
+    """The result of every op: the output, and the memory after the last token."""
 
     output: Tensor
     """`b t hv v`, in the dtype of v."""
@@ -60,14 +60,14 @@ class Attended(NamedTuple, Generic[State]):
 
 
 class AttendedStates(NamedTuple):
-    """What attend_keeping_states returns: an op's result, and the memories on the way."""
+    """The result of attend_keeping_states: an op's result, and the memories between its tokens."""
 
     output: Tensor
     """`b t hv v`, in the dtype of v."""
     state: Tensor
     """`b hv k v`, or `n_seqs hv k v` for packed sequences: the memory after the last token."""
     states: Tensor
-    """`b n hv k v`: the memory after every so many tokens; `n hv k v` for packed sequences, one after the other."""
+    """`b n hv k v`: the memory after every keep_states_every tokens; `n hv k v` for packed sequences, in order."""
 
 
 @hinted(OF_OPS)

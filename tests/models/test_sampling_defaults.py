@@ -107,7 +107,7 @@ def test_wrong_values_are_refused_by_file_and_key(case, folder):
 def test_what_draws_nothing_takes_a_checkpoint_with_wrong_values(folder, tmp_path):
     text = '{"temperature": -1, "top_p": 0.9}'
     write(folder, text)
-    with pytest.warns(UserWarning, match=r"temperature must be .*; the sampling options are copied as they are to"):
+    with pytest.warns(UserWarning, match=r"temperature must be .*; the sampling options are copied unchanged to"):
         quantize_checkpoint(folder, tmp_path / "int8", "int8", progress=False)
     assert (tmp_path / "int8" / FILE).read_text() == text
     assert load(tmp_path / "int8", sampling_defaults=False).sampling_defaults is None

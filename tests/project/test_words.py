@@ -28,18 +28,6 @@ IDIOMS = {
 }
 WHAT = "docstring that begins with What"  # name the thing: "Return the ...", "The ..."
 
-# Packages with idioms left, and how many at most: these numbers may only fall. All others have none.
-LEFT = {
-    "lineate": 8,
-    "lineate/forms": 2,
-    "lineate/generation": 7,
-    "lineate/layers": 13,
-    "lineate/models": 13,
-    "lineate/native": 3,
-    "lineate/ops": 5,
-    "lineate/quantised": 4,
-}
-
 
 def plain(text: str) -> str:
     """Return a text without inline code and without lines that are tables or equations (two spaces inside)."""
@@ -82,14 +70,6 @@ def paragraphs(page: str) -> Iterator[str]:
     yield from "\n".join(lines).split("\n\n")
 
 
-def package_of(path: Path) -> str:
-    """Return the package of a source file as LEFT names it: "lineate" for the files at the root."""
-    parts = path.relative_to(ROOT).parts
-    if parts[1:3] in (("models", "families"), ("models", "files")):
-        return "/".join(parts[:3])
-    return "/".join(parts[: min(2, len(parts) - 1)])
-
-
 def test_pages_have_no_idioms():
     found = [
         f"{path.relative_to(ROOT)}: {name}: {plain(text)[:80]}"
@@ -101,16 +81,14 @@ def test_pages_have_no_idioms():
 
 
 def test_sources_have_no_idioms():
-    """Docstrings, comments and messages; packages that are not finished have at most as many as LEFT says."""
-    places: dict[str, list[str]] = {}
-    for path in SOURCES:
-        for line, kind, text in prose_of_source(path.read_text()):
-            for name in idioms_of(text, kind):
-                places.setdefault(package_of(path), []).append(f"{path.relative_to(ROOT)}:{line}: {name}")
-    too_many = {name: found for name, found in places.items() if len(found) > LEFT.get(name, 0)}
-    shown = [f"{name} has {len(found)}, at most {LEFT.get(name, 0)}:" for name, found in too_many.items()]
-    assert not too_many, "\n".join([*shown, *(x for found in too_many.values() for x in found)])
-    assert not {name for name in LEFT if not (ROOT / name).is_dir()}
+    """Docstrings, comments and messages."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in SOURCES
+        for line, kind, text in prose_of_source(path.read_text())
+        for name in idioms_of(text, kind)
+    ]
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())

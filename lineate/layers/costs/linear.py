@@ -1,4 +1,4 @@
-"""What the mixers with a fixed-size memory cost: operations, and bytes that the backward keeps.
+"""The costs of mixers with a fixed-size memory: operations, and bytes that the backward keeps.
 
 lineate/planning/compute.py and lineate/planning/activations.py say what is counted. k and v are the channels of a head.
 """

@@ -75,7 +75,7 @@ def _count(kind: MixerKind, sizes: Sizes, config: Any, context: int, tokens: int
     """Count the operations of `tokens` tokens after `context` others, on the meta device or else on a CPU."""
     try:
         return _count_on("meta", kind, sizes, config, context, tokens)
-    except (RuntimeError, NotImplementedError):  # it looks at values
+    except (RuntimeError, NotImplementedError):  # the mixer reads values, which meta tensors do not have
         return _count_on("cpu", kind, sizes, config, context, tokens)
 
 

@@ -50,11 +50,11 @@ def runs_steps(x: Tensor) -> bool:
 
 
 class Mixed(NamedTuple):
-    """What a step of a mixer returns.
+    """The result of a step of a mixer.
 
     Args:
         x: x + mixer(norm(x)), `rows 1 hidden`.
-        normed: Its norm for the feed-forward, `rows hidden`, where it was made on the way; otherwise None.
+        normed: Its norm for the feed-forward, `rows hidden`, if this step computes it; otherwise None.
         state: The new state.
     """
 
@@ -221,7 +221,7 @@ def _convolved(
     x: Tensor, module: nn.Linear, norm: RMSNorm, convolution: tuple[Tensor, Tensor] | None, width: int,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the first `width` channels of module(norm(x)), convolved, and all channels, the others as they are.
+    """Return the first `width` channels of module(norm(x)), convolved, and all channels, the others not convolved.
 
     bias: of the convolution; products convolve without one.
     """
@@ -292,7 +292,7 @@ def _leave(y: Tensor, module: nn.Linear, x: Tensor, then: RMSNorm | None = None)
         parts = products.product_few(y, weight, parts=products.parts_of(*weight.shape))
         around = None if then is None else (then.weight, then.eps, then.zero_centred)
         return products.add_and_norm(x, parts.view(-1, *x.shape), around)
-    if overlaps(x.device):  # in a graph that is being recorded nobody else has x, so it need not be kept
+    if overlaps(x.device):  # a graph that is being recorded has no other reader of x, so x may be overwritten
         return x.addmm_(y, weight.t()), None
     return torch.addmm(x, y, weight.t()), None
 

@@ -119,9 +119,9 @@ def record_feed(norm: nn.Module | None, feed: nn.Module | None) -> Recorded | No
 
 
 def record_head(embed: nn.Module, norm: nn.Module, head: nn.Module | None) -> tuple[Recorded, Linear] | None:
-    """Return the part head(norm(x)), and the table of embeddings, if C computes them; without a head it is the table.
+    """Return the part head(norm(x)) and the embedding table, if C computes them; head=None takes the table as the head.
 
-    The numbers of the table must be those that the embedding returns, as they are.
+    The embedding must return rows of the table unchanged.
     """
     if type(embed) is not nn.Embedding or embed.max_norm is not None or embed.weight.dtype is not torch.float32:
         return None

@@ -1,4 +1,4 @@
-"""Says whether modules that a step was recorded from are as they were."""
+"""A check that the modules which a step was recorded from have not been changed since."""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -11,10 +11,10 @@ from lineate.quantised import QuantisedWeight
 
 
 class Unchanged:
-    """Says whether modules are as they were read: none was replaced, hooked, moved, or set otherwise.
+    """A check that modules have not changed since they were read: none was replaced, hooked, moved or reconfigured.
 
-    After a step, whose weights have filled the caches, every object comes from memory again. So each kind of check is
-    one pass over a flat list, without a call of Python for each module.
+    After a step, whose weights have filled the caches, every object is loaded from main memory. So each kind of check
+    is one pass over a flat list, without a Python call for each module.
 
     Args:
         blocks: The modules around the others; they are not kept alive.
