@@ -13,7 +13,7 @@ from lineate.forms import chunkwise, parallel, recurrent
 from lineate.native import ops as native
 from lineate.native.build import why_not
 from lineate.plans import PLANS, call_signature
-from lineate.rule import RULES, Rule
+from lineate.rule import RULES, Rule, check_row
 from lineate.system.processor import why_wide
 from lineate.torch_ops import flops
 from lineate.torch_ops.tracing import constant_in_graphs, needs_grad, transformed
@@ -253,7 +253,7 @@ def check_and_resolve(rule: Rule, inputs: Inputs, request: Request) -> tuple[Pla
     """Check everything about one call except the values of its gates; return its plan and its options."""
     signature, bounds = None, inputs.cu_seqlens
     if bounds is None or (isinstance(bounds, Tensor) and bounds.is_cuda):  # on a CPU, every call checks their values
-        signature = call_signature("op", rule.name, inputs.tensors(), request)
+        signature = call_signature("op", rule, inputs.tensors(), request)
     if signature is not None:
         known: tuple[Plan, Options] | None = PLANS.get(signature)
         if known is not None:
@@ -265,6 +265,7 @@ def check_and_resolve(rule: Rule, inputs: Inputs, request: Request) -> tuple[Pla
     checks.check_scale(request.scale)
     checks.check_flag("normalize_qk", request.normalize_qk)
     checks.check_inputs(rule, inputs)
+    check_row(rule)
     b, t, _, key_dim = q.shape
     checks.check_cu_seqlens(cu_seqlens, b, t)
     n_states = b if cu_seqlens is None else cu_seqlens.shape[0] - 1

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lineate.call import Inputs
+from lineate.rule import Rule
 from lineate.torch_ops.tracing import PLAIN_TENSORS, recorded, transformed
 
 Key = TypeVar("Key")
@@ -72,8 +73,9 @@ class RecentlyUsed(Generic[Key, Value]):
     def forget(self, wanted: Callable[[Key], bool]) -> None:
         """Forget those keys that are wanted."""
         with self._changing:
-            self._older = {key: x for key, x in self._older.items() if not wanted(key)}
-            self._younger = {key: x for key, x in self._younger.items() if not wanted(key)}
+            older, younger = self._older.copy(), self._younger.copy()  # what is collected meanwhile may put a key
+            self._older = {key: x for key, x in older.items() if not wanted(key)}
+            self._younger = {key: x for key, x in younger.items() if not wanted(key)}
 
     def _moved(self, key: Key) -> Value | None:
         value = self._older.get(key)
@@ -98,7 +100,7 @@ def known(kind: str) -> dict[Signature, Any]:
 
 
 def call_signature(
-    kind: str, name: str | None, tensors: Sequence[Tensor | None], options: Sequence[object]
+    kind: str, rule: Rule | None, tensors: Sequence[Tensor | None], options: Sequence[object]
 ) -> Signature | None:
     """Return the signature of a call: everything but its tensors' values and where they lie.
 
@@ -106,7 +108,7 @@ def call_signature(
 
     Args:
         kind: the kind of its plan.
-        name: the name of its rule.
+        rule: its row.
         tensors: its tensors.
         options: its other arguments.
     """
@@ -115,7 +117,7 @@ def call_signature(
     types = tuple(map(type, options))  # since 1 == 1.0 == True
     if not PLAIN_OPTIONS.issuperset(types):
         return None
-    parts: list[object] = [kind, name, torch.is_grad_enabled(), transformed(), *options, *types]
+    parts: list[object] = [kind, rule, torch.is_grad_enabled(), transformed(), *options, *types]
     for x in tensors:
         if x is None:
             parts.append(None)
@@ -126,14 +128,14 @@ def call_signature(
     return tuple(parts)
 
 
-def repeat_signature(name: str, inputs: Inputs, options: Sequence[object]) -> Signature | None:
+def repeat_signature(name: Rule | str, inputs: Inputs, options: Sequence[object]) -> Signature | None:
     """Return the signature of a call on a GPU that may be repeated: everything but addresses and values.
 
     None if it must be checked: it is not on a GPU, is recorded or transformed, needs gradients, or has unusual
     arguments.
 
     Args:
-        name: the op's name.
+        name: the row of the rule, or the op's name.
         inputs: its tensors.
         options: its other arguments.
     """

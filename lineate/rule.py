@@ -55,7 +55,18 @@ def rule_named(name: str) -> Rule | None:
 
 def row_of(name: str) -> Rule:
     """Return the row of a rule by its name, which an op of torch.library has instead of the row."""
+    if name not in _BY_NAME:
+        raise ValueError(
+            f"rule must be a row of lineate.rule.RULES, {', '.join(_BY_NAME)}, to be trained or compiled, got {name!r}; "
+            "add the row there"
+        )
     return _BY_NAME[name]
+
+
+def check_row(rule: Rule) -> None:
+    """Raise if a rule has the name of a row of RULES, which ops of torch.library would take in its place."""
+    if _BY_NAME.get(rule.name, rule) is not rule:
+        raise ValueError(f"rule must have a name of its own, got another row named {rule.name!r}; use that of RULES")
 
 
 def step(

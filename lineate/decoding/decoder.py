@@ -4,6 +4,9 @@ On a CPU where C computes the model, its parts are read from the model once and 
 Elsewhere memories, caches and lengths are updated in place, on a GPU by a CUDA graph (graphed.py).
 """
 
+from copy import copy, deepcopy
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -59,6 +62,8 @@ class Decoder:
         if not isinstance(state, ModelState):
             raise TypeError(f"state must be a ModelState, got {type(state).__name__}; pass LMOutput.state of a prefill")
         check_state(state, model.layers, state.rows)
+        if not state.rows:
+            raise ValueError("state must have at least one row, got none")
         if isinstance(room, bool) or not isinstance(room, int) or room < 1:
             raise ValueError(f"room must be an int of at least 1, the tokens to make room for, got {room!r}")
         check_flag("graph", graph)
@@ -73,6 +78,15 @@ class Decoder:
         device = model.device.type
         self._autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         self._prepare(state, 0)
+
+    def __deepcopy__(self, copied: dict[int, Any]) -> "Decoder":
+        other = copy(self)
+        copied[id(self)] = other
+        other.model = deepcopy(self.model, copied)
+        other._prepare(self.state, self.reads)
+        if isinstance(self._steps, NativeDecoding) and isinstance(other._steps, NativeDecoding):
+            other._steps.done = self._steps.done
+        return other
 
     def refresh(self) -> None:
         """Prepare the step again, after the model was changed: read its modules, bind the states, record the graph."""
@@ -115,8 +129,8 @@ class Decoder:
     @torch.no_grad()
     def _read(self, steps: NativeDecoding, ids: Tensor) -> Tensor:
         if steps.is_full:
+            steps = self._steps = steps.grown(2 * self._room)
             self._room *= 2
-            steps = self._steps = steps.grown(self._room)
         logits = steps.read(ids) if steps.accepts(ids) else None
         if logits is None:  # ids of another dtype, or wrong ones
             self._check(ids)

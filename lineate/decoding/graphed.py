@@ -75,6 +75,7 @@ class DecodingInPlace:
         else:
             self._ids.copy_(ids)
             (logits,) = self._step() if self._graph is None else self._graph.replay()
+            self._bind()  # the step has moved what C was bound to
         self._longest, self.reads = self._longest + 1, self.reads + 1
         return logits
 
@@ -132,5 +133,11 @@ class DecodingInPlace:
             # Caches need not be put back after a trial run: steps only write after the last token.
             changing = [self._lengths, *(x for memory in self._memories.values() for x in memory.values())]
             self._graph = capture(self._step, changing, self._ids.device)
+        self._bind()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _bind(self) -> None:
+        """Bind the prepared step to the tensors, if there is one."""
         if self._prepared is not None:
             self._prepared.bind(self._memories, self._caches, self._window, self._lengths, self._format)

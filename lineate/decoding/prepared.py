@@ -38,7 +38,10 @@ class PreparedStep:
 
     def __init__(self, model: HybridLM, hidden: bool) -> None:
         self.model = model
-        self.plan = record(model.layers, model.ends)
+        self.plan, self._ends = record(model.layers, model.ends), model.ends
+        self._unchanged = Unchanged(list(model.layers), self.plan.modules)
+        # The step reads weights at their addresses, so it keeps them even if the model gets others.
+        self._weights = [x.detach() for x in (*model.parameters(), *model.buffers())]
         self.computes_all = self.plan.is_whole and not hidden
         """Whether C computes the logits from the ids, and no module is called."""
         called = {x.layer for run in self.plan.runs for x in run.sublayers if x.is_mixer and x.recorded is None}
@@ -55,6 +58,12 @@ class PreparedStep:
             return None
         made = PreparedStep(model, hidden)
         return made if made.plan.uses_native and made.plan.hidden == model.config.hidden_size else None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model is unchanged since, as far as C computes it."""
+        model = self.model
+        return model.is_plain and model.ends == self._ends and self._unchanged(model.layers)
 
     @property
     def is_bound(self) -> bool:

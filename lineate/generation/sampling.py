@@ -12,8 +12,10 @@ from lineate.decoding import Decoder
 from lineate.generation.choice import Sampling, check_sampling, choose_tokens
 from lineate.generation.defaults import SamplingFlags
 from lineate.layers import Memory
+from lineate.layers.step.supported_modules import runs_own_forward
 from lineate.models import HybridLM, ModelState
 from lineate.models.checks import check_ids, check_mask, check_state
+from lineate.native.product import MOST_ROWS
 
 FEWEST_DECODED, MOST_ROOM = 8, 256
 """A decoder is prepared for at least as many tokens, and has room for as many at first."""
@@ -90,7 +92,8 @@ def generate(
 
     A row that has stopped repeats its stop token. A row's tokens depend on its prompt, its options and its seed alone,
     not on the other rows: rows with the same prompt and seed are the same. Options of None are those of the checkpoint
-    (model.sampling_defaults); what it does not name is neutral.
+    (model.sampling_defaults); what it does not name is neutral. On a CPU the model must stay unchanged while tokens are
+    generated (see Decoder): a change takes effect in the next call of generate.
 
     Args:
         model: The model.
@@ -172,7 +175,9 @@ class Generation(Iterator[Tensor]):
         self._shown = state is not None
         """Whether the caller may hold the state."""
         self._decoder: Decoder | None = None
-        """What reads the tokens after the prompt, where C computes the model; `_state` is then what it began with."""
+        """What reads the tokens after the prompt, where C computes the model; it then has the state."""
+        self._begun: int | Tensor = 0
+        """The tokens of each row when the decoder began."""
         self._reads = 0
         """How many of its calls this has used."""
         self._decodes = True
@@ -263,23 +268,27 @@ class Generation(Iterator[Tensor]):
 
     def _prepare(self, state: ModelState) -> None:
         """Let a decoder read from now on, if C computes the model and enough tokens are left."""
-        self._decodes = False  # asked once for these rows
-        if self._left < FEWEST_DECODED or not self._next.is_cpu or self._next.shape[1] != 1:
+        model = self._model
+        if self._left < FEWEST_DECODED or state.rows > MOST_ROWS or self._next.shape[1] != 1:
             return
-        decoder = Decoder(self._model, state, min(self._left, MOST_ROOM))
+        self._decodes = False  # asked once
+        if not self._next.is_cpu or not runs_own_forward(model) or model._compiled_call_impl is not None:
+            return
+        decoder = Decoder(model, state, min(self._left, MOST_ROOM))
         if decoder.computes_all:
-            self._decoder, self._reads, self._spare = decoder, 0, None
+            self._decoder, self._begun, self._reads = decoder, state.lengths, 0
+            self._state = self._spare = None
 
     @property
     def _lengths(self) -> int | Tensor:
         """The tokens of each row with the one that the decoder has read."""
-        assert self._state is not None
-        return self._state.lengths + self._reads + 1
+        return self._begun + self._reads + 1
 
     def _drop(self, stopped: list[bool], tokens: Tensor) -> Tensor:
         """Keep the states of rows that have stopped, and return the tokens of those that go on."""
         self._spare = None  # it has other rows
-        self._state, self._decoder, self._decodes = self._now(), None, True
+        self._decodes = self._decodes or self._decoder is not None
+        self._state, self._decoder = self._now(), None
         for i, n in enumerate(self._going):
             if stopped[i]:
                 self._ended[n] = _row(self._state, i)

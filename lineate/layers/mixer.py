@@ -303,7 +303,7 @@ class LinearMixer(nn.Module):
 
         seeds: `rows`, rounds stochastically; None: to the nearest.
         """
-        alone = type(self).attend is LinearMixer.attend and q.shape[1] == 1 and bounds is None
+        alone = self.runs_rule_alone and q.shape[1] == 1 and bounds is None
         if alone and q.is_cuda and not torch.is_grad_enabled():
             memory = memory if owned else memory.clone()
             output = self.decode(self.rule_inputs(q, k, v, gates), memory, Slots(seeds=seeds))
@@ -325,6 +325,19 @@ class LinearMixer(nn.Module):
         )
         return decode_inputs(self.rule_of(inputs), inputs.replace(state=pool), where, request)
 
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        if "rule_op" in cls.__dict__:
+            raise TypeError(
+                f"{cls.__name__} must override run_rule(inputs, owned) in place of rule_op, which is not called"
+            )
+
+    @property
+    def runs_rule_alone(self) -> bool:
+        """Whether `attend` only runs the rule of rule_inputs, so that `decode` may run it; a subclass may do more."""
+        own = type(self)
+        return own.attend is LinearMixer.attend and own.run_rule is LinearMixer.run_rule
+
     def rule_of(self, inputs: Inputs) -> Rule:
         """Return the row of the rule that these inputs are for."""
         return self.rule or select_rule(inputs)
@@ -333,6 +346,8 @@ class LinearMixer(nn.Module):
         """Run the rule on its inputs, with a state or without. owned: whether it may overwrite the state in place."""
         rule = self.rule_of(inputs)
         if inputs.A_log is not None:
+            if self.scale is not None:
+                raise ValueError(f"scale must be None for a rule from raw gates, got {self.scale}; scale q instead")
             raw = RawGates(beta_scale=self.beta_scale, lower_bound=self.gate_lower_bound)
             return attend_raw_or_decode(rule, inputs, raw, in_place=owned)
         return attend(rule, inputs, Request(scale=self.scale, normalize_qk=self.normalize_qk))

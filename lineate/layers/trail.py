@@ -146,7 +146,7 @@ def _linear(mixer: LinearMixer, x: Tensor, state: Memory, keep: str) -> tuple[Te
         taps = torch.cat((state["conv"], entered.raw.transpose(1, 2)), 2)  # rows channels size-1+t
     qkv, gates, memory, seeds = entered[:3], entered.gates, state["memory"], state.seeds
     kept: Stored | Replay
-    if type(mixer).attend is not LinearMixer.attend:  # it may do more than run the rule
+    if not mixer.runs_rule_alone:
         output, z, kept = _attend_each(mixer, qkv, gates, memory, seeds)
     else:
         inputs, z = mixer.rule_inputs(*qkv, gates), mixer.output_gate(gates)

@@ -119,6 +119,10 @@ class HybridLM(nn.Module):
         if self.embed.weight.device.type != "meta":
             _draw_weights(self, config.initializer_range)
 
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("_steps", NativeSteps())  # a model that 0.1.0 has pickled whole has none
+
     @property
     def end_tokens(self) -> frozenset[int]:
         """The tokens that end a text: those of config.json and generation_config.json; none for a new model."""

@@ -26,7 +26,7 @@ from lineate.kernels import DECODE_READS
 from lineate.ops.rounding import NEAREST, ROUNDINGS, STOCHASTIC, round_memory
 from lineate.ops.slot_checks import check_decode_state, check_seeds, check_slot_values, check_slots
 from lineate.plans import PLANS, call_signature
-from lineate.rule import Rule, activate, compute_dtype, full_precision, normalize, step
+from lineate.rule import Rule, activate, check_row, compute_dtype, full_precision, normalize, step
 from lineate.torch_ops.schema import Flat, declare_call_op
 from lineate.torch_ops.tracing import constant_in_graphs, in_memory, is_virtual, needs_grad, transformed
 
@@ -132,8 +132,7 @@ def decode_inputs(rule: Rule | None, inputs: Inputs, where: Slots, request: Deco
     rule: its row; None: the one that takes the gates.
     """
     state = inputs.state
-    name = None if rule is None else rule.name
-    signature = call_signature("decode", name, (*inputs.tensors(), *where), request)
+    signature = call_signature("decode", rule, (*inputs.tensors(), *where), request)
     if signature is not None:
         signature = None if state is None else (*signature, state.stride())
     known: tuple[str, Options] | None = None if signature is None else PLANS.get(signature)
@@ -288,6 +287,8 @@ def _at_least_4d(x: Tensor) -> Tensor:
 
 def _check_and_choose(rule: Rule | None, inputs: Inputs, where: Slots, request: DecodeRequest) -> tuple[str, Options]:
     """Check everything about one call except values; return 'torch' or 'triton', and the options."""
+    if rule is not None:
+        check_row(rule)
     q, v, state, cu_seqlens = inputs.q, inputs.v, inputs.state, inputs.cu_seqlens
     scale, normalize_qk, raw_gates, beta_scale, lower_bound, rounding, backend = request
     checks.check_choice("backend", backend, BACKENDS)

@@ -440,10 +440,15 @@ def attention_matrix(
 def attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
     """Check a call of a rule, choose its form and backend, and run it; or repeat an earlier one."""
     given = inputs
-    signature = repeat_signature(rule.name, inputs, request)
+    signature = repeat_signature(rule, inputs, request)
     repeated = repeat(signature, inputs)
     if repeated is not None:
         return Attended(*repeated)
+    if inputs.A_log is not None or inputs.dt_bias is not None:
+        raise ValueError(
+            f"A_log and dt_bias must be None for {rule.name}, whose gates are given, got a tensor; use "
+            "lineate.fused_delta_rule for raw gates, or A_log together with them in a mixer's rule_inputs"
+        )
     inputs = in_one_dtype(inputs)
     if "head" in rule.decays:
         inputs = spread_decay(inputs)

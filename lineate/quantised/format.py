@@ -10,6 +10,7 @@ group by group of 32 columns, in each group step by step, and a step has 4 colum
 Rows are filled up to whole tiles with codes of zero and scales of 0. Files have the same layout as memory.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,6 +80,14 @@ class Format:
         functions = [f is not None for f in (self.round, self.numbers)]
         if functions != [self.dtype is None] * 2:
             raise ValueError(f"format {self.name!r} must have either a dtype or both round and numbers")
+        if not isinstance(self.name, str) or not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", self.name):
+            raise ValueError(f"name must have lower-case letters, digits, '.', '_' and '-' only, got {self.name!r}")
+        flag = self.flag
+        if isinstance(flag, bool) or (isinstance(flag, str) and not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", flag)):
+            raise ValueError(f"flag must be a number or a lower-case word, got {flag!r}")
+        for name, value in (("bits", self.bits), ("group", self.group), ("factors", self.factors)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} of format {self.name!r} must be an int of at least 1, got {value!r}")
         if self.dtype is None and self.bits not in (4, 8):
             raise ValueError(f"format {self.name!r} must have codes of 4 or 8 bits, got {self.bits}")
 
@@ -192,10 +201,12 @@ def register_format(form: Format) -> Format:
 
     >>> register_format(Format("int4-pairs", 4, round=round_pairs, numbers=pairs, group=64, factors=2, flag="4-pairs"))
     """
+    if not isinstance(form, Format):
+        raise TypeError(f"form must be a Format, got {type(form).__name__}")
     if form.name in FORMATS:
         raise ValueError(f"a format must have a name of its own, got {form.name}, which is there; choose another")
-    if form.flag in BY_BITS:
-        raise ValueError(f"a format must have a flag of its own, got {form.flag}, which is {BY_BITS[form.flag]}")
+    if form.flag is not None and (form.flag in BY_BITS or str(form.flag) in map(str, BY_BITS)):
+        raise ValueError(f"a format must have a flag of its own, got {form.flag}, which is taken")
     FORMATS[form.name] = form
     if form.flag is not None:
         BY_BITS[form.flag] = form.name
@@ -210,12 +221,16 @@ def temporary_formats() -> Iterator[None]:
         yield
     finally:
         for name in FORMATS.keys() - before:
-            BY_BITS.pop(FORMATS.pop(name).flag or name, None)
+            flag = FORMATS.pop(name).flag
+            if flag is not None:
+                BY_BITS.pop(flag, None)
 
 
 def find_format(form: str | Format, argument: str = "weights") -> Format:
     """Return a format by its name; raise ValueError, which names the argument, if there is none of this name."""
     if isinstance(form, Format):
+        if FORMATS.get(form.name) is not form:  # weights, files and ops know it by its name
+            raise ValueError(f"{argument} must be a registered format, got {form.name!r}; call register_format first")
         return form
     checks.check_choice(argument, form, tuple(FORMATS))
     return FORMATS[form]

@@ -563,3 +563,36 @@ def test_a_state_of_another_model_is_refused_as_ever() -> None:
     model, other = make("gated delta rule"), make("sigmoid, odd sizes")
     with pytest.raises(ValueError, match="state"):
         model(torch.tensor([[1]]), state=read(other, 1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gated delta rule", "experts", "latent attention"])
+def test_a_decoder_takes_ids_of_other_dtypes_in_between(name: str) -> None:
+    model = make(name)
+    state, ids = read(model, 2), tokens(2, 8)
+    plain, mixed = (Decoder(model, state, room=16) for _ in range(2))
+    for n, token in enumerate(ids.unbind(1)):
+        wanted = plain(token[:, None])
+        assert close(mixed(token[:, None].to(torch.int32 if n in (2, 3) else torch.int64)), wanted)
+
+
+@torch.no_grad()
+def test_a_decoder_that_checks_the_model_takes_hooks_that_were_there() -> None:
+    model = make("experts")
+    model.layers[0].register_forward_hook(lambda *_: None)
+    decoder = Decoder(model, read(model, 1), room=8, debug=True)
+    decoder(tokens(1, 1))
+    model.head.weight.data = torch.randn(VOCAB, 64)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match=r"changed after the decoder was prepared.*refresh"):
+        decoder(tokens(1, 1))
+    decoder.refresh()
+    decoder(tokens(1, 1))
+
+
+def test_a_model_that_was_pickled_without_steps(tmp_path: Any) -> None:
+    model = make("gated delta rule")
+    vars(model).pop("_steps")
+    torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    state, ids = read(again, 1), tokens(1, 4)
+    assert decode(again, state, ids)[0].isfinite().all()

@@ -1,5 +1,6 @@
 """generate through a Decoder: the tokens and states of model(ids, state=...) to the bit, also when interrupted."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -123,3 +124,21 @@ def test_an_interrupted_call_is_repeated(where: str, model: HybridLM, monkeypatc
             break
         assert same(made.state, states[len(made.tokens[0]) - 1])
     assert interruptions > 3 and made.tokens == wanted.tokens
+
+
+def test_what_is_set_on_the_model_is_called_for_every_token(model: HybridLM) -> None:
+    calls: list[int] = []
+    handle = model.register_forward_hook(lambda *_: calls.append(1))
+    try:
+        model.generate([[1, 2, 3]], 20, stop=()).run()
+    finally:
+        handle.remove()
+    assert len(calls) == 20
+
+
+def test_a_copied_generation_goes_on_by_itself(model: HybridLM) -> None:
+    made = generate(model, [[1, 2, 3]], 30, stop=(), temperature=0)
+    for _ in range(10):
+        next(made)
+    twin = copy.deepcopy(made)
+    assert made.run() == twin.run() and len(made.tokens[0]) == 30

@@ -188,3 +188,21 @@ def test_trails_keep_what_each_row_accepts(pattern):
         pool.accept((1, 1, 1))
     with pytest.raises(ValueError, match="as many tokens for each row"):
         pool.trail([[1], [1, 2], [1]])
+
+
+@torch.no_grad()
+def test_weights_that_are_assigned_while_no_row_runs():
+    """The next row is computed with the new weights; no memory of the old ones is read."""
+    lm = model("GA")
+    pool = Pool(lm, 2, 64)
+    ids = torch.randint(0, VOCAB, (1, 9))
+    for _ in range(2):
+        state = lm(ids, last_only=True).state
+        pool.join(state)
+        for token in (3, 4, 5):
+            found = pool.step([token])
+            out = lm(torch.tensor([[token]]), state=state)
+            state = out.state
+            torch.testing.assert_close(found, out.logits[:, 0], rtol=1e-5, atol=1e-5)
+        pool.leave(0)
+        lm.load_state_dict({name: x.clone().roll(1, 0) for name, x in lm.state_dict().items()}, assign=True)

@@ -5,7 +5,7 @@
     S  = S' + k r^T                                    o = scale S^T q
     y  = out_proj(norm(o + D v) * act(gate))
 
-The step in C on a CPU (native_steps.py) and the step in few launches on a GPU (steps.py) read it.
+The step in C on a CPU (native.py) and the step in few launches on a GPU (launches.py) read it.
 """
 
 from dataclasses import dataclass

@@ -27,6 +27,7 @@ class Unchanged:
         self._own = list(map(vars, every))
         self._values = list(map(dict, self._own))  # with settings, such as an epsilon
         self._hooks = [own[name] for own in self._own for name in ("_forward_pre_hooks", "_forward_hooks")]
+        self._hooked = list(map(dict, self._hooks))
         self._inner = [own[name] for own in self._own for name in ("_modules", "_parameters")]
         self._tensors = _flat(self._inner)
         self._quantised = [x for x in self._tensors if isinstance(x, QuantisedWeight)]
@@ -35,10 +36,15 @@ class Unchanged:
         self._kept = [*plain, *self._codes, *(x for x in self._scales if x is not None)]
         self._addresses = list(map(Tensor.data_ptr, self._kept))
         self._dense = list(map(Tensor.is_contiguous, self._kept))
+        self._counts = list(map(Tensor.numel, self._kept))
 
     def __call__(self, blocks: Iterable[nn.Module]) -> bool:
         every = [*blocks, *self._modules]
-        if not _are(map(type, every), self._kinds) or not _are(map(vars, every), self._own) or any(self._hooks):
+        if (
+            not _are(map(type, every), self._kinds)
+            or not _are(map(vars, every), self._own)
+            or self._hooks != self._hooked
+        ):
             return False
         try:
             if self._own != self._values:
@@ -50,6 +56,8 @@ class Unchanged:
         if not _are(map(_CODES, self._quantised), self._codes) or not _are(map(_SCALES, self._quantised), self._scales):
             return False
         if list(map(Tensor.data_ptr, self._kept)) != self._addresses:
+            return False
+        if list(map(Tensor.numel, self._kept)) != self._counts:
             return False
         return list(map(Tensor.is_contiguous, self._kept)) == self._dense
 

@@ -33,10 +33,9 @@ class Pool:
         state = pool.row(row)                        # a copy
         moved = pool.leave(row)                      # the row that is `row` now, or None
 
-    On a CPU, memories have only the running rows, and what C computes of the model is read from it when the pool is
-    made or cleared: until then only values may be written into its weights. On a GPU all tensors stay at their
-    addresses, and a step is a CUDA graph, one for each number of rows (rounded up to a power of two) and window of the
-    caches.
+    On a CPU, memories have only the running rows, and what C computes of the model is read from it when the first row
+    joins: while rows run, only values may be written into its weights. On a GPU all tensors stay at their addresses,
+    and a step is a CUDA graph, one for each number of rows (rounded up to a power of two) and window of the caches.
 
     Args:
         model: The model, in eval mode; the states have the dtypes of its state_spec.
@@ -88,7 +87,7 @@ class Pool:
         self._lengths = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self._used = [0] * rows  # how many cached entries of each row may differ from 0, beyond its length
         self._trail: tuple[ModelTrail, ModelState] | GraphedSteps | None = None  # what accepts it
-        self._prepared = PreparedStep.of(self.model, self.model.prediction is not None) if self._grows else None
+        self._prepared: PreparedStep | None = None
         self._window = 0  # of the caches that the prepared step is bound to
         if not self._grows:
             self._steps = self._new_steps()
@@ -213,6 +212,8 @@ class Pool:
         self._check_settled()
         self._unbind()
         n, row = int(state.lengths), len(self)
+        if self._grows and not row and (self._prepared is None or not self._prepared.is_current):
+            self._prepared = PreparedStep.of(self.model, self.model.prediction is not None)
         if state.rows != 1:
             raise ValueError(f"state must have one row, got {state.rows}; join them one after another")
         if count < 1 or row + count > self.rows:
@@ -409,6 +410,7 @@ class Pool:
         """Read ids `rows 1` on a CPU."""
         if self._prepared is not None and self._bind(self._prepared) and self._prepared.accepts(ids):
             return self._prepared.read(ids)
+        self._unbind()  # the call moves memories
         state = self._state_in_place(1)
         read = read_in_place(self.model, ids, state, (False, torch.bfloat16))
         for n in self._memories:
