@@ -57,7 +57,7 @@ def row_of(name: str) -> Rule:
     """Return the row of a rule by its name, which an op of torch.library has instead of the row."""
     if name not in _BY_NAME:
         raise ValueError(
-            f"rule must be a row of lineate.rule.RULES, {', '.join(_BY_NAME)}, to be trained or compiled, got {name!r}; "
+            f"rule must be a row of lineate.rule.RULES to be trained or compiled, {', '.join(_BY_NAME)}, got {name!r}; "
             "add the row there"
         )
     return _BY_NAME[name]

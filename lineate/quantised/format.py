@@ -205,8 +205,9 @@ def register_format(form: Format) -> Format:
         raise TypeError(f"form must be a Format, got {type(form).__name__}")
     if form.name in FORMATS:
         raise ValueError(f"a format must have a name of its own, got {form.name}, which is there; choose another")
-    if form.flag is not None and (form.flag in BY_BITS or str(form.flag) in map(str, BY_BITS)):
-        raise ValueError(f"a format must have a flag of its own, got {form.flag}, which is taken")
+    for flag, name in BY_BITS.items():
+        if str(flag) == str(form.flag):
+            raise ValueError(f"a format must have a flag of its own, got {form.flag}, which is {name}")
     FORMATS[form.name] = form
     if form.flag is not None:
         BY_BITS[form.flag] = form.name
