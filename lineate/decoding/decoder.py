@@ -13,7 +13,7 @@ from torch import Tensor
 from lineate.checks import check_flag
 from lineate.decoding.graphed import DecodingInPlace
 from lineate.decoding.native import NativeDecoding
-from lineate.decoding.prepared import PreparedStep, Verified
+from lineate.decoding.prepared import PreparedStep, Verified, reads_rows
 from lineate.layers.formats import StateFormat
 from lineate.models.checks import check_ids, check_state
 from lineate.models.hybrid import HybridLM
@@ -100,7 +100,7 @@ class Decoder:
         self._verified = Verified(self.model) if self._debug else None
         step = PreparedStep.of(self.model)
         self._steps: NativeDecoding | DecodingInPlace
-        if step is not None and step.computes_all:
+        if step is not None and step.computes_all and reads_rows(state.rows, self._format):
             native = NativeDecoding(step.plan, state, self._room, self._format, reads)
             if native.fits:
                 self._steps = native

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lineate.decoding import in_place
-from lineate.decoding.in_place import Graph, capture, read_in_place, round_up, state_in_place, write_back
+from lineate.decoding.in_place import Graph, capture, copied, read_in_place, round_up, state_in_place, write_back
 from lineate.decoding.prepared import PreparedStep
-from lineate.layers import Memory, TokenCache
+from lineate.layers import Memory
 from lineate.layers.formats import StateFormat
 from lineate.models.hybrid import HybridLM
 from lineate.models.state import ModelState
@@ -70,12 +70,14 @@ class DecodingInPlace:
         """Return the logits `rows 1 vocab` of ids `rows 1`, which are good."""
         if self._caches and self._longest == self._window:
             self._widen()
-        if self._prepared is not None and self._prepared.is_bound and self._prepared.accepts(ids):
-            logits = self._read_prepared(self._prepared, ids)
+        bound = self._prepared if self._prepared is not None and self._prepared.is_bound else None
+        if bound is not None and bound.accepts(ids):
+            logits = self._read_prepared(bound, ids)
         else:
             self._ids.copy_(ids)
             (logits,) = self._step() if self._graph is None else self._graph.replay()
-            self._bind()  # the step has moved what C was bound to
+            if bound is not None:
+                self._bind()  # the step has moved what C was bound to
         self._longest, self.reads = self._longest + 1, self.reads + 1
         return logits
 
@@ -94,14 +96,7 @@ class DecodingInPlace:
     def state(self) -> ModelState:
         """Return a copy of the state after the last read."""
         lengths = self._longest if self._even else self._lengths.clone()
-        layers: list[Memory | TokenCache] = []
-        for n in range(len(self.model.layers)):
-            if n in self._memories:
-                layers.append(Memory({name: x.clone() for name, x in self._memories[n].items()}))
-            else:
-                kept = {name: x[:, : self._longest].clone() for name, x in self._caches[n].items()}
-                layers.append(TokenCache(kept, lengths))
-        return ModelState(tuple(layers), lengths)
+        return copied(self._memories, self._caches, self._longest, lengths)
 
     @torch.inference_mode(False)
     @torch.no_grad()

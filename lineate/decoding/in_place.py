@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lineate.decoding.capturing import CAPTURES, capture_stream, captured
-from lineate.layers import LayerState, Memory
+from lineate.layers import LayerState, Memory, TokenCache
 from lineate.layers.formats import AS_COMPUTED, StateFormat
 from lineate.layers.gpu import overlapping
 from lineate.layers.state import CacheInPlace
@@ -59,6 +59,21 @@ def caches_in_place(
         shared: Where the layers keep what they compute alike, in one call.
     """
     return {n: CacheInPlace(own, window, new, lengths, shared) for n, own in caches.items()}
+
+
+def copied(memories: Tensors, caches: Tensors, longest: int, lengths: int | Tensor) -> ModelState:
+    """Return a copy of the state in these tensors.
+
+    Args:
+        memories: Tensors `rows ...` by layer and name.
+        caches: Tensors `rows capacity ...` by layer and name.
+        longest: The entries of the caches that are copied.
+        lengths: The tokens of each row; an int if all rows have as many.
+    """
+    layers: dict[int, LayerState] = {n: Memory({x: own[x].clone() for x in own}) for n, own in memories.items()}
+    for n, own in caches.items():
+        layers[n] = TokenCache({name: x[:, :longest].clone() for name, x in own.items()}, lengths)
+    return ModelState(tuple(layers[n] for n in range(len(layers))), lengths)
 
 
 class Read(NamedTuple):

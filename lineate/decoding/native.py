@@ -6,14 +6,13 @@ Each memory is written next to the one that was read, so that a call that is int
 import torch
 from torch import Tensor
 
-from lineate.decoding.in_place import caches_in_place, round_up
+from lineate.decoding.in_place import caches_in_place, copied, round_up
 from lineate.decoding.prepared import are_plain
 from lineate.layers import LayerState, Memory, TokenCache
 from lineate.layers.formats import StateFormat
 from lineate.layers.step.native import turn_on
 from lineate.models.state import ModelState
 from lineate.models.stepping import BoundStep, Plan, bind_states, run_tokens
-from lineate.native.product import MOST_ROWS
 
 
 class NativeDecoding:
@@ -23,7 +22,7 @@ class NativeDecoding:
     last, so that an interrupted read can be repeated.
 
     Args:
-        plan: How the model reads a token; it is whole.
+        plan: How the model reads a token; it is whole, and `prepared.reads_rows` holds for these rows and memories.
         state: The state to continue from.
         room: How many more tokens there will be memory for.
         format: How the memories are kept.
@@ -61,8 +60,6 @@ class NativeDecoding:
     def _bind(self, side: int) -> BoundStep | None:
         """Return the step that reads the memories of a side and writes those of the other."""
         given, into, lengths = self._sides[side], self._sides[1 - side], self._lengths[side]
-        if self._format.seeds(lengths) is not None or not 0 < self.rows <= MOST_ROWS:
-            return None
         layers: dict[int, LayerState] = {n: Memory(own, into=into[n]) for n, own in given.items()}
         layers |= caches_in_place(self._caches, self.capacity, 1, (lengths, lengths + 1), {})
         return bind_states(self.plan, [layers[n] for n in range(len(layers))], self.rows, True)
@@ -107,9 +104,4 @@ class NativeDecoding:
         assert self.reads - 1 <= reads <= self.reads and more >= 0
         longest = self._longest + more
         lengths = longest if self._even else self._start + more
-        layers: dict[int, LayerState] = {}
-        for n, own in self._sides[more % 2].items():
-            layers[n] = Memory({name: x.clone() for name, x in own.items()})
-        for n, own in self._caches.items():
-            layers[n] = TokenCache({name: x[:, :longest].clone() for name, x in own.items()}, lengths)
-        return ModelState(tuple(layers[n] for n in range(len(layers))), lengths)
+        return copied(self._sides[more % 2], self._caches, longest, lengths)

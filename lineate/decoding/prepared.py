@@ -15,9 +15,10 @@ from lineate.layers.step.supported_modules import are_unchanged
 from lineate.layers.step.unchanged import Unchanged
 from lineate.models.checks import check_ids
 from lineate.models.hybrid import HybridLM
-from lineate.models.stepping import BoundStep, bind_states, record, run_blocks, run_tokens
+from lineate.models.stepping import BoundStep, Recording, bind_states, run_blocks, run_tokens
 from lineate.native.build import available
 from lineate.native.product import MOST_ROWS
+from lineate.ops.rounding import NEAREST
 from lineate.torch_ops.tracing import is_eager
 
 
@@ -38,8 +39,8 @@ class PreparedStep:
 
     def __init__(self, model: HybridLM, hidden: bool) -> None:
         self.model = model
-        self.plan, self._ends = record(model.layers, model.ends), model.ends
-        self._unchanged = Unchanged(list(model.layers), self.plan.modules)
+        self._recording = Recording(model.ends, model.layers)
+        self.plan = self._recording.plan
         # The step reads weights at their addresses, so it keeps them even if the model gets others.
         self._weights = [x.detach() for x in (*model.parameters(), *model.buffers())]
         self.computes_all = self.plan.is_whole and not hidden
@@ -62,8 +63,7 @@ class PreparedStep:
     @property
     def is_current(self) -> bool:
         """Whether the model is unchanged since, as far as C computes it."""
-        model = self.model
-        return model.is_plain and model.ends == self._ends and self._unchanged(model.layers)
+        return self.model.is_plain and self._recording.is_current(self.model.ends, self.model.layers)
 
     @property
     def is_bound(self) -> bool:
@@ -88,7 +88,7 @@ class PreparedStep:
             format: How the memories are kept.
         """
         self._bound, self.rows = None, len(lengths)
-        if not 0 < self.rows <= MOST_ROWS or format.seeds(lengths) is not None:  # torch multiplies more rows faster
+        if not reads_rows(self.rows, format):
             return False
         self._memories, self._lengths, self._after = memories, lengths, lengths + 1
         self._shared: dict[Hashable, Any] = {}
@@ -139,6 +139,11 @@ class PreparedStep:
             memory = self._memories[layer]
             memory.update(new.tensors)
             self._states[layer] = Memory(memory, owned=True)
+
+
+def reads_rows(rows: int, format: StateFormat) -> bool:
+    """Whether C reads one token of this number of rows, with memories in this format."""
+    return 0 < rows <= MOST_ROWS and format.rounding == NEAREST  # torch multiplies more rows faster
 
 
 def are_plain(ids: Tensor, rows: int) -> bool:

@@ -175,7 +175,7 @@ class Generation(Iterator[Tensor]):
         self._shown = state is not None
         """Whether the caller may hold the state."""
         self._decoder: Decoder | None = None
-        """What reads the tokens after the prompt, where C computes the model; it then has the state."""
+        """Reads the tokens after the prompt, where C computes the model; it then has the state."""
         self._begun: int | Tensor = 0
         """The tokens of each row when the decoder began."""
         self._reads = 0

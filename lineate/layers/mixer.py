@@ -93,9 +93,9 @@ class LinearMixer(nn.Module):
     scale: float | None = None
     """Multiplies what is read; None is 1/sqrt(k)."""
     temperature: float = 1.0
-    """What log_decay = logsigmoid(raw gate) is divided by in gated linear attention."""
+    """Divides log_decay = logsigmoid(raw gate) in gated linear attention."""
     feature_map: str = "identity"
-    """What q and k go through in linear attention."""
+    """The feature map of q and k in linear attention."""
     step_least: float = 0.0
     """The smallest step of Mamba-2."""
     step_most: float | None = None

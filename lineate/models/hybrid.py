@@ -229,7 +229,7 @@ class HybridLM(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Whether forward runs as it is written here, on one device: no subclass, no method set on the model."""
+        """Whether forward runs the code of this class on one device: no subclass, no method set on the model."""
         return (
             type(self) is HybridLM
             and self.context is None

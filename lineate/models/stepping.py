@@ -181,6 +181,23 @@ def run_tokens(plan: Plan, bound: BoundStep, ids: Tensor) -> Tensor | None:
     return logits if native.run_tokens(ids, table, parts, logits, are_rounded()) else None
 
 
+class Recording:
+    """The plan of a model, and whether the model is still as it was recorded.
+
+    Args:
+        ends: The modules around the blocks.
+        blocks: The blocks.
+    """
+
+    def __init__(self, ends: Ends, blocks: Blocks) -> None:
+        self.plan = record(blocks, ends)
+        self._ends, self._unchanged = ends, Unchanged(list(blocks), self.plan.modules)
+
+    def is_current(self, ends: Ends, blocks: Blocks) -> bool:
+        """Whether these modules are unchanged, as far as C computes them."""
+        return ends == self._ends and self._unchanged(blocks)
+
+
 class NativeSteps:
     """The steps of a model whose caller prepares nothing: every call checks that the model is as it was recorded.
 
@@ -188,7 +205,7 @@ class NativeSteps:
     """
 
     def __init__(self) -> None:
-        self._recorded: tuple[Plan, Unchanged, Ends] | None = None
+        self._recording: Recording | None = None
 
     def __deepcopy__(self, copied: dict[int, Any]) -> "NativeSteps":
         return NativeSteps()
@@ -236,10 +253,7 @@ class NativeSteps:
 
     def _plan(self, ends: Ends, blocks: Blocks) -> Plan:
         """Return the plan, recorded again if the model was changed since."""
-        if self._recorded is not None:
-            plan, unchanged, before = self._recorded
-            if ends == before and unchanged(blocks):
-                return plan
-        plan = record(blocks, ends)
-        self._recorded = plan, Unchanged(list(blocks), plan.modules), ends
-        return plan
+        recording = self._recording
+        if recording is None or not recording.is_current(ends, blocks):
+            recording = self._recording = Recording(ends, blocks)
+        return recording.plan

@@ -17,7 +17,7 @@ class Quick:
     flags: dict[str, Any]
     """Options of the command, in place of those that were not given."""
     look: str
-    """What to look for in the table; docs/tasks.md has measurements."""
+    """The figures of the table to compare; docs/tasks.md has measurements."""
 
 
 QUICK = {
