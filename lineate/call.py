@@ -129,7 +129,7 @@ class Inputs:
         for name in changed:
             if name not in self.NAMES:
                 raise TypeError(f"{name!r} must be a field of {type(self).__name__}, one of {', '.join(self.NAMES)}")
-        return self.of({**self._named(), **changed})
+        return self.of({**self.named(), **changed})
 
     def map(self, run: Callable[[Tensor], Tensor], names: Iterable[str] | None = None) -> Self:
         """Return a copy in which each tensor x of these fields (None: of all) is run(x); absent ones stay absent."""
@@ -138,10 +138,10 @@ class Inputs:
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return all tensors in the order of NAMES, for code that keeps them in that order and nothing else."""
-        return tuple(self._named().values())
+        return tuple(self.named().values())
 
-    def _named(self) -> dict[str, Tensor | None]:
-        """Return all tensors by name, in the order of NAMES."""
+    def named(self) -> dict[str, Tensor | None]:
+        """Return all tensors by name, in the order of NAMES; the dictionary must not be changed."""
         if is_dynamo_compiling():  # torch 2.11 does not trace __dict__ of a frozen dataclass
             return {name: getattr(self, name) for name in self.NAMES}
         return self.__dict__  # no other way is as fast

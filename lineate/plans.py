@@ -147,13 +147,13 @@ def repeat_signature(name: Rule | str, inputs: Inputs, options: Sequence[object]
         return None
     differentiable = torch.is_grad_enabled()
     parts: list[object] = ["repeat", name, *options, *types]
-    for x in inputs.tensors():
+    for x in inputs.__dict__.values():  # nothing compiles here, and no other way is as fast
         if x is None:
             parts.append(None)
         elif type(x) not in PLAIN_TENSORS or (differentiable and x.requires_grad) or x.is_neg() or x._is_zerotensor():
             return None
         else:
-            parts.append(layout_of(x))
+            parts.append((x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16))  # layout_of(x), inlined
     return tuple(parts)
 
 

@@ -134,9 +134,10 @@ def _repeat_forward(tape: Tape, shape: torch.Size, inputs: Inputs) -> tuple[Tens
         return None
     output = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=device)
     final = torch.empty(shape, dtype=torch.float32, device=device)
+    tensors = inputs.named()
     if inputs.state is None:
-        inputs = inputs.replace(state=read_zeros(shape, torch.float32, device))
-    done = tape.replay((*inputs.tensors(), output, final, None), device)
+        tensors = {**tensors, "state": read_zeros(shape, torch.float32, device)}
+    done = tape.replay((*tensors.values(), output, final, None), device)
     return (output, final) if done else None
 
 

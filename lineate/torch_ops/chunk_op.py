@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lineate.call import Inputs, Options
-from lineate.torch_ops.registrar import Declared, Way, register_op, way_of
+from lineate.torch_ops.registrar import Declared, Way, register_op, runs_as_op, way_of
 from lineate.torch_ops.schema import Flat, empty_gradients, gradient_tuple
-from lineate.torch_ops.tracing import PLAIN_TENSORS, in_memory
+from lineate.torch_ops.tracing import PLAIN_TENSORS, in_memory, is_virtual
 from lineate.torch_ops.zeros import read_zeros
 
 Outputs = tuple[Tensor, Tensor, Tensor]
@@ -79,6 +79,8 @@ def register(
     """
     flat = Flat(reads, options, kind=kind)
     back = flat.without("state")
+    differentiable = tuple(x for x in flat.reads if x in kind.DIFFERENTIABLE)
+    unread = set(kind.NAMES).difference(flat.reads)
 
     def run_values(inputs: Inputs, options: Options, keep: bool) -> Outputs:
         outputs = make_outputs(inputs, options, keep)
@@ -100,7 +102,7 @@ def register(
     def fake_backward(doutput: Tensor, dfinal: Tensor, states: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         return gradient_tuple(flat, empty_gradients(back.restore(arguments)[0].replace(state=dfinal)))
 
-    results = ", ".join("Tensor" for name in flat.reads if name in kind.DIFFERENTIABLE)
+    results = ", ".join("Tensor" for _ in differentiable)
     run = register_op(
         name,
         Declared(forward, f"({flat.arguments()}, bool keep) -> (Tensor, Tensor, Tensor)"),
@@ -114,14 +116,49 @@ def register(
         keeps=True,
     )
 
+    class Direct(torch.autograd.Function):
+        """The op of eager calls, whose tensors stay one value; apply(inputs, options, *its differentiable tensors)."""
+
+        @staticmethod
+        def forward(ctx, inputs, options, *tensors):  # type: ignore[no-untyped-def]
+            output, final, states = run_values(inputs, options, True)
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(states, *inputs.replace(state=None).tensors())
+            ctx.options, ctx.results = options, [(x.shape, x.dtype) for x in (output, final)]
+            return output, final
+
+        @staticmethod
+        def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
+            states, *saved = ctx.saved_tensors  # read only once, because activation checkpointing refuses a second read
+            inputs = kind.of(dict(zip(kind.NAMES, saved, strict=True)))
+            arrived = _arrived(states, gradients, ctx.results)
+            if runs_as_op(gradients):
+                found = getattr(torch.ops.lineate, f"{name}_backward")(
+                    *arrived, states, *back.flatten(inputs, ctx.options)
+                )
+                grads = dict(zip(differentiable, found, strict=True))
+            else:
+                doutput, dfinal = in_memory(arrived)
+                room = empty_gradients(inputs.replace(state=dfinal))
+                run_backward(inputs, ctx.options, states, doutput, dfinal, room)
+                grads = room.named()
+            given = {**inputs.named(), "state": states}
+            return None, None, *[None if given[x] is None else grads[x] for x in differentiable]
+
     def chunkwise(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
         way = way_of(inputs.tensors())
-        if way in (Way.PLAIN, Way.VIRTUAL):  # the call as it is one value, without the op
-            if way is Way.VIRTUAL:
-                inputs = inputs.map(lambda x: in_memory((x,))[0])
-            output, final, _ = run_values(inputs, options, False)
-        else:
+        if way is Way.OP:
             output, final, _ = run(*flat.flatten(inputs, options))
+            return output, final
+        if unread:
+            inputs.refuse_unread(flat.reads, name)
+        if way is Way.VIRTUAL or (way is Way.DIFFERENTIATED and any(is_virtual(x) for x in inputs.given().values())):
+            inputs = inputs.map(lambda x: in_memory((x,))[0])
+        if way is Way.DIFFERENTIATED:
+            tensors = inputs.named()
+            output, final = Direct.apply(inputs, options, *[tensors[x] for x in differentiable])
+        else:  # the call as it is one value, without the op
+            output, final, _ = run_values(inputs, options, False)
         return output, final
 
     return chunkwise
@@ -140,10 +177,7 @@ def _differentiate(flat, backward, ctx, *gradients):  # type: ignore[no-untyped-
     saved = ctx.saved_tensors  # read only once, because activation checkpointing refuses a second read
     states = saved[0]
     _check_kept(states)
-    arrived = [
-        _zeros(states, shape, dtype) if x is None else x
-        for x, (shape, dtype) in zip(gradients[:2], ctx.results, strict=True)
-    ]
+    arrived = _arrived(states, gradients, ctx.results)
     grads, given = iter(backward(*arrived, *saved, *ctx.options)), iter(saved[1:])
     found = []
     for name in flat.reads:
@@ -151,6 +185,16 @@ def _differentiate(flat, backward, ctx, *gradients):  # type: ignore[no-untyped-
         absent = name != "state" and next(given) is None
         found.append(None if absent else gradient)
     return *found, *[None] * (len(ctx.options) + 1)
+
+
+def _arrived(
+    states: Tensor, gradients: Sequence[Tensor | None], results: Sequence[tuple[torch.Size, torch.dtype]]
+) -> list[Tensor]:
+    """Return the gradients of the output and the final state, zeros for one that did not arrive."""
+    return [
+        _zeros(states, shape, dtype) if x is None else x
+        for x, (shape, dtype) in zip(gradients[:2], results, strict=True)
+    ]
 
 
 def _zeros(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:

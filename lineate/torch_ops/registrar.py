@@ -161,13 +161,19 @@ def _make_function(
 
         @staticmethod
         def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-            # With gradients enabled, a second derivative may follow, which the op refuses; and vmap can map an op.
-            as_op = torch.is_grad_enabled() or recorded() or any(_is_batched(x) for x in gradients if x is not None)
-            if as_op:
+            if runs_as_op(gradients):
                 return differentiate(backward_op, ctx, *gradients)
             return differentiate(backward, ctx, *in_memory(gradients))
 
     return Direct.apply
+
+
+def runs_as_op(gradients: Sequence[Tensor | None]) -> bool:
+    """Whether the backward of an eager call must run as an op.
+
+    With gradients enabled, a second derivative may follow, which the op refuses; and vmap can map an op.
+    """
+    return torch.is_grad_enabled() or recorded() or any(_is_batched(x) for x in gradients if x is not None)
 
 
 def _save_without_zeros(save, ctx, inputs, output):  # type: ignore[no-untyped-def]
