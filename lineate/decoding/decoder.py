@@ -1,9 +1,11 @@
 """Decode one token of every row with each call, by a step that is prepared once.
 
 On a CPU where C computes the model, its parts are read from the model once and bound to the states (native.py).
-Elsewhere memories, caches and lengths are updated in place, on a GPU by a CUDA graph (graphed.py).
+Elsewhere memories, caches and lengths are updated in place (placed.py), on a GPU by a CUDA graph (rows.py), as the rows
+of the serving engine are.
 """
 
+from collections.abc import Sequence
 from copy import copy, deepcopy
 from typing import Any
 
@@ -11,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lineate.checks import check_flag
-from lineate.decoding.graphed import DecodingInPlace
 from lineate.decoding.native import NativeDecoding
+from lineate.decoding.placed import DecodingInPlace
 from lineate.decoding.prepared import PreparedStep, Verified, reads_rows
 from lineate.layers.formats import StateFormat
 from lineate.models.checks import check_ids, check_state
@@ -84,8 +86,7 @@ class Decoder:
         copied[id(self)] = other
         other.model = deepcopy(self.model, copied)
         other._prepare(self.state, self.reads)
-        if isinstance(self._steps, NativeDecoding) and isinstance(other._steps, NativeDecoding):
-            other._steps.done = self._steps.done
+        other._steps.done = self._steps.done
         return other
 
     def refresh(self) -> None:
@@ -168,8 +169,46 @@ class Decoder:
 
         So a caller that was interrupted between a call and what it does with the logits goes on without reading twice.
         """
-        return self._steps.done[1] if isinstance(self._steps, NativeDecoding) and self.reads > reads else None
+        return self._steps.done[1] if self.reads > reads else None
+
+    def rewinds(self, reads: int) -> bool:
+        """Whether state_before(reads) and row(row, reads) can return a state: always after all calls, and where C
+        computes the model also before the last one."""
+        return reads == self.reads or (isinstance(self._steps, NativeDecoding) and reads == self.reads - 1)
 
     def state_before(self, reads: int) -> ModelState:
-        """Return the state after `reads` calls: all of them or, where C computes the model, all but the last."""
+        """Return the state after `reads` calls, see `rewinds`."""
+        self._check_rewinds(reads)
         return self._steps.state(reads) if isinstance(self._steps, NativeDecoding) else self._steps.state()
+
+    def row(self, row: int, reads: int | None = None) -> ModelState:
+        """Return a copy of the state of one row after `reads` calls, see `rewinds`; None: after all of them."""
+        reads = self.reads if reads is None else reads
+        self._check_rewinds(reads)
+        if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < self.rows:
+            raise ValueError(f"row must be one of 0 .. {self.rows - 1}, got {row!r}")
+        return self._steps.row(row, reads) if isinstance(self._steps, NativeDecoding) else self._steps.row(row)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def keep(self, rows: Sequence[int], reads: int | None = None) -> None:
+        """Go on with these rows alone, in this order, from their state after `reads` calls (None: all of them).
+
+        Where C computes the model, this costs a copy of their states; on a GPU the graph is recorded again.
+        """
+        reads = self.reads if reads is None else reads
+        self._check_rewinds(reads)
+        if not rows or not all(0 <= row < self.rows for row in rows):
+            raise ValueError(f"rows must be at least one of 0 .. {self.rows - 1}, got {list(rows)}")
+        at = torch.tensor(list(rows), dtype=torch.int64, device="cpu")
+        self.rows = len(at)
+        if isinstance(self._steps, NativeDecoding):
+            self._steps = self._steps.kept(at, reads, self._room)
+        else:
+            self._prepare(self._steps.state().select(at.to(self.model.device)), reads)
+
+    def _check_rewinds(self, reads: int) -> None:
+        if not self.rewinds(reads):
+            raise ValueError(
+                f"reads must be {self.reads}, the number of calls, or one less where C computes the model, got {reads}"
+            )

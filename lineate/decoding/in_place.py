@@ -61,18 +61,21 @@ def caches_in_place(
     return {n: CacheInPlace(own, window, new, lengths, shared) for n, own in caches.items()}
 
 
-def copied(memories: Tensors, caches: Tensors, longest: int, lengths: int | Tensor) -> ModelState:
+def copied(
+    memories: Tensors, caches: Tensors, longest: int, lengths: int | Tensor, rows: slice = slice(None)
+) -> ModelState:
     """Return a copy of the state in these tensors.
 
     Args:
         memories: Tensors `rows ...` by layer and name.
         caches: Tensors `rows capacity ...` by layer and name.
         longest: The entries of the caches that are copied.
-        lengths: The tokens of each row; an int if all rows have as many.
+        lengths: The tokens of each of these rows; an int if all have as many.
+        rows: Which rows are copied.
     """
-    layers: dict[int, LayerState] = {n: Memory({x: own[x].clone() for x in own}) for n, own in memories.items()}
+    layers: dict[int, LayerState] = {n: Memory({x: own[x][rows].clone() for x in own}) for n, own in memories.items()}
     for n, own in caches.items():
-        layers[n] = TokenCache({name: x[:, :longest].clone() for name, x in own.items()}, lengths)
+        layers[n] = TokenCache({name: x[rows, :longest].clone() for name, x in own.items()}, lengths)
     return ModelState(tuple(layers[n] for n in range(len(layers))), lengths)
 
 

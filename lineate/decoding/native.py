@@ -105,3 +105,13 @@ class NativeDecoding:
         longest = self._longest + more
         lengths = longest if self._even else self._start + more
         return copied(self._sides[more % 2], self._caches, longest, lengths)
+
+    def row(self, row: int, reads: int) -> ModelState:
+        """Return a copy of the state of one row, as `state` does."""
+        more = reads - self._from
+        n = int(self._start[row]) + more
+        return copied(self._sides[more % 2], self._caches, n, n, slice(row, row + 1))
+
+    def kept(self, rows: Tensor, reads: int, room: int) -> "NativeDecoding":
+        """Return a copy with these rows alone, after the given number of reads; the model is not read again."""
+        return NativeDecoding(self.plan, self.state(reads).select(rows), room, self._format, reads)

@@ -34,7 +34,7 @@ from lineate.parallel.context.segments import Bounds, Context, Segment
 from lineate.parallel.tensor.ranks import Ranks
 
 if TYPE_CHECKING:
-    from lineate.generation.sampling import Generation
+    from lineate.generation.generated import Generation
 
 __all__ = ["HybridLM", "LMOutput", "check_saveable", "empty_model", "make_mixer", "next_token_loss", "save_pretrained"]
 

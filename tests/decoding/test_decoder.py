@@ -180,6 +180,49 @@ def test_two_decoders_of_one_model():
         torch.testing.assert_close(torch.cat([row[n] for row in found], 1), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", ["GGGA", "LRDGKAM", "KKKM, experts"])
+@pytest.mark.parametrize("lengths", [(20, 20, 20), (3, 41, 1)], ids=["even", "ragged"])
+@torch.no_grad()
+def test_rows_are_read_and_kept(case, lengths):
+    """A row is that of the state, and rows that are kept go on as they would have."""
+    model, ids = make(case), draw(3, 12, seed=1)
+    decoder = Decoder(model, read(model, lengths), room=64)
+    expected = continue_with(decoder, ids[:, :6])
+    whole, rows = decoder.state, [decoder.row(n) for n in range(3)]
+    for n, row in enumerate(rows):
+        same_state(row, whole.select(torch.tensor([n])), 0) if isinstance(whole.lengths, int) else None
+        assert row.rows == 1 and row.lengths == lengths[n] + 6
+    before = Decoder(model, read(model, lengths), room=64)
+    assert torch.equal(continue_with(before, ids[:, :6]), expected)
+    before.keep([2, 0])
+    assert before.rows == 2 and before.reads == 6
+    rest = continue_with(before, ids[[2, 0], 6:])
+    torch.testing.assert_close(rest, continue_with(decoder, ids[:, 6:])[[2, 0]], rtol=1e-5, atol=1e-5)
+    for n, place in ((2, 0), (0, 1)):
+        alone = continue_eagerly(model, rows[n], ids[n : n + 1, 6:])[0]
+        torch.testing.assert_close(rest[place : place + 1], alone, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_earlier_states_are_refused():
+    """Only C keeps the state before the last call; a state after other calls is refused."""
+    model = make("GGGA")
+    decoder = Decoder(model, read(model, (5, 5)), room=4)
+    continue_with(decoder, draw(2, 3))
+    earliest = 2 if decoder.computes_all else 3
+    assert [n for n in range(6) if decoder.rewinds(n)] == list(range(earliest, 4))
+    for call in (decoder.state_before, lambda n: decoder.row(0, n), lambda n: decoder.keep([0], n)):
+        with pytest.raises(ValueError, match="reads must be 3, the number of calls"):
+            call(earliest - 1)
+    for row in (2, -1, True, 0.5):
+        with pytest.raises(ValueError, match=r"row must be one of 0 .. 1, got"):
+            decoder.row(row)
+    for rows in ([], [2], [0, -1]):
+        with pytest.raises(ValueError, match=r"rows must be at least one of 0 .. 1, got"):
+            decoder.keep(rows)
+    assert decoder.rows == 2 and decoder.reads == 3
+
+
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_in_and_out_of_inference_mode():
     """A state from inference mode is continued outside of it, and the reverse; autocast is remembered."""

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from lineate.decoding.in_place import read_in_place, round_up, state_in_place
 from lineate.decoding.prepared import PreparedStep
+from lineate.decoding.rows import RowSteps, RowTensors
 from lineate.generation.drawing import on_device
 from lineate.layers import LayerState, Memory, TensorSpec, TokenCache
 from lineate.layers.attention import WINDOW
 from lineate.layers.formats import AS_COMPUTED, StateFormat
 from lineate.models import HybridLM, ModelState
 from lineate.models.trail import ModelTrail
-from lineate.serving.engine.graphs import GraphedSteps, PoolTensors
 
 ROW_NUMBERS = (1, 4)
 """The number of int64 that a row has besides its state, on a CPU and on a GPU: its length; its next token, whether it
@@ -64,7 +64,7 @@ class Pool:
         None after a step that C computes entirely.
         """
         self._grows = model.device.type != "cuda"  # memories have only the running rows
-        self._steps: GraphedSteps | None = None
+        self._steps: RowSteps | None = None
         self._graphed = True  # unless a step cannot be recorded
         self._allocate(rows, capacity)
 
@@ -86,18 +86,18 @@ class Pool:
                 }
         self._lengths = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self._used = [0] * rows  # how many cached entries of each row may differ from 0, beyond its length
-        self._trail: tuple[ModelTrail, ModelState] | GraphedSteps | None = None  # what accepts it
+        self._trail: tuple[ModelTrail, ModelState] | RowSteps | None = None  # what accepts it
         self._prepared: PreparedStep | None = None
         self._window = 0  # of the caches that the prepared step is bound to
         if not self._grows:
             self._steps = self._new_steps()
 
-    def _new_steps(self) -> GraphedSteps:
-        return GraphedSteps(self.model, self._tensors, self._graphed)
+    def _new_steps(self) -> RowSteps:
+        return RowSteps(self.model, self._tensors, self._graphed)
 
     @property
-    def _tensors(self) -> PoolTensors:
-        return PoolTensors(self._memories, self._caches, self._lengths, self.capacity, self.format)
+    def _tensors(self) -> RowTensors:
+        return RowTensors(self._memories, self._caches, self._lengths, self.capacity, self.format)
 
     def _free_steps(self) -> None:
         """Free the graphs and the tensors that they keep alive, after the device has replayed them."""
@@ -370,7 +370,7 @@ class Pool:
         self._unbind()
         taken = torch.tensor(counts, dtype=torch.int64).to(self.device)
         trail, self._trail = self._trail, None
-        if isinstance(trail, GraphedSteps):
+        if isinstance(trail, RowSteps):
             trail.accept(taken)
         else:
             new = trail[0].after(taken, None if self._grows else trail[1])

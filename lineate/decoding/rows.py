@@ -1,8 +1,8 @@
-"""The steps of a pool on a GPU: each is a CUDA graph, one for each number of rows, of tokens, and window.
+"""Steps of rows whose states stay where they are; on a GPU each is a CUDA graph, which replays without the host.
 
-A graph replays the launches of a step at the same addresses, without the host. So the pool's tensors keep their
-addresses, idle rows are part of the step too (their length stays 0), and the numbers of rows and guesses are rounded up
-to powers of two, so that few graphs are needed.
+There is one graph for each number of rows, of tokens, and window of the caches. A graph replays its launches at the
+same addresses. So the tensors keep their addresses, idle rows are part of the step too (their length stays 0), and the
+numbers of rows and guesses are rounded up to powers of two, so that few graphs are needed.
 """
 
 import logging
@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.decoding import in_place
 from lineate.decoding.in_place import (
@@ -26,17 +27,41 @@ from lineate.decoding.in_place import (
 )  # fmt: skip
 from lineate.layers.attention import reads_own_length
 from lineate.layers.formats import AS_COMPUTED, StateFormat
+from lineate.layers.registry import kind_of
+from lineate.layers.step.supported_modules import are_unchanged, runs_own_forward
 from lineate.models import HybridLM, ModelState
 from lineate.models.trail import ModelTrail
 
 MOST_GRAPHS = 48
-"""The most steps whose graphs are kept at a time."""
+"""The most steps of a pool of rows whose graphs are kept at a time."""
 
 logger = logging.getLogger(__name__)
 Step = TypeVar("Step")
 
 
-class PoolTensors(NamedTuple):
+def can_be_recorded(model: HybridLM) -> bool:
+    """Whether replaying a graph of the model does all that calling it does, as far as that is known beforehand.
+
+    Hooks, modules of other libraries and methods set on a module may do something in Python for every token, and
+    memories that learn read their position on the host.
+    """
+    return (
+        model.is_plain
+        and not torch.is_autocast_enabled("cuda")
+        and torch.cuda.current_stream(model.device) == torch.cuda.default_stream(model.device)
+        and not _has_any_global_hook()
+        and are_unchanged()
+        and all(kind.built_in and not kind.learns for kind in map(kind_of, set(model.config.letters)))
+        and all(runs_own_forward(x) and _of_ours(x) for x in model.modules())
+        and all(x.is_cuda for x in model.parameters())
+    )
+
+
+def _of_ours(module: torch.nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] in ("lineate", "torch")
+
+
+class RowTensors(NamedTuple):
     """The tensors that the steps read and write.
 
     Args:
@@ -75,17 +100,28 @@ class Trail(NamedTuple):
     accept: Graph
 
 
-class GraphedSteps:
-    """Reads tokens of a pool's rows in place.
+class RowSteps:
+    """Reads tokens of rows in place.
 
     Args:
         model: The model.
-        tensors: The pool's tensors.
-        graphed: Whether to record graphs; False where an earlier pool found that the model cannot be recorded.
+        tensors: The states of the rows.
+        graphed: Whether to record graphs on a GPU; False where the model is known to be one that cannot be recorded.
+        autocast: Whether autocast is enabled, and its dtype.
+        most_graphs: The most steps whose graphs are kept at a time.
     """
 
-    def __init__(self, model: HybridLM, tensors: PoolTensors, graphed: bool = True) -> None:
-        self.model, self.graphed = model, graphed and model.ranks is None  # sums over ranks are not recorded
+    def __init__(
+        self,
+        model: HybridLM,
+        tensors: RowTensors,
+        graphed: bool = True,
+        autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16),
+        most_graphs: int = MOST_GRAPHS,
+    ) -> None:
+        on_gpu = tensors.lengths.is_cuda
+        self.model, self.graphed = model, graphed and on_gpu and model.ranks is None  # sums over ranks are not recorded
+        self._autocast, self._most = autocast, most_graphs
         self._given, self._lengths = tensors, tensors.lengths
         self._rows = len(tensors.lengths)
         self.ids = torch.zeros_like(tensors.lengths)[:, None]
@@ -97,7 +133,7 @@ class GraphedSteps:
         self._own_lengths: dict[int, bool] = {}  # whether attention reads only up to each row's length, by t
         self._kept: dict[Hashable, object] = {}
         # All graphs share the memory of their intermediate results: nothing of a replay is read after the next one.
-        self._memory = torch.cuda.graph_pool_handle()
+        self._memory = torch.cuda.graph_pool_handle() if self.graphed else None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -111,11 +147,22 @@ class GraphedSteps:
             ids: One token of each running row.
             longest: The tokens of the longest row.
         """
-        running, window = len(ids), self._window(longest + 1, 1)
+        running = len(ids)
         self.ids[:running] = ids
-        rows = self._rounded(running)
-        graph = self._recorded((rows, window), partial(self._record_step, rows, window))
-        return self._read(running, window) if graph is None else graph.replay()
+        graph = self.prepare(running, longest)
+        return self._read(running, self._window(longest + 1, 1)) if graph is None else graph.replay()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def prepare(self, running: int, longest: int) -> Graph | None:
+        """Return the graph of the next step, recorded if need be; None: its launches are made one by one.
+
+        Args:
+            running: The number of running rows.
+            longest: The tokens of the longest row.
+        """
+        rows, window = self._rounded(running), self._window(longest + 1, 1)
+        return self._recorded((rows, window), partial(self._record_step, rows, window))
 
     def trail(self, ids: Tensor, longest: int) -> tuple[tuple[Tensor, ...], int] | None:
         """Read ids `rows t`, padded to one more than a power of two; return logits and hidden, and the new t.
@@ -191,7 +238,7 @@ class GraphedSteps:
             return None
         step = self._kept.pop(key, None)
         if step is None:
-            if len(self._kept) >= MOST_GRAPHS:
+            if len(self._kept) >= self._most:
                 del self._kept[next(iter(self._kept))]
             try:
                 step = record()
@@ -211,7 +258,7 @@ class GraphedSteps:
         memories, caches = self._given.first(rows)
         lengths = self._lengths[:rows]
         state = state_in_place(memories, caches, window, lengths, format=self._given.format)
-        read = read_in_place(self.model, self.ids[:rows], state, (False, torch.bfloat16))
+        read = read_in_place(self.model, self.ids[:rows], state, self._autocast)
         write_back(memories, read.state)
         lengths += self.runs[:rows]
         return read.logits, read.hidden
