@@ -7,13 +7,15 @@ from lineate.system.lazy import first_use
 
 if TYPE_CHECKING:
     from lineate.generation.choice import Sampling, choose_tokens, log_probabilities
-    from lineate.generation.sampling import Generation, choose, generate, stream_text
+    from lineate.generation.generated import Generation
+    from lineate.generation.sampling import choose, generate, stream_text
 else:
     _find, __dir__ = first_use(
         __name__,
         {
             "choice": ("Sampling", "choose_tokens", "log_probabilities"),
-            "sampling": ("Generation", "choose", "generate", "stream_text"),
+            "generated": ("Generation",),
+            "sampling": ("choose", "generate", "stream_text"),
         },
     )
 

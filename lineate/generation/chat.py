@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from lineate.generation.choice import Sampling
-from lineate.generation.sampling import Generation, generate
+from lineate.generation.generated import Generation
+from lineate.generation.sampling import generate
 from lineate.models import HybridLM, ModelState
 from lineate.models.fields import show
 from lineate.system.folders import why_not_writable_file

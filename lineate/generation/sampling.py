@@ -8,17 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.decoding import Decoder
-from lineate.generation.choice import Sampling, check_sampling, choose_tokens
+from lineate.generation.choice import Sampling, check_sampling
 from lineate.generation.defaults import SamplingFlags
-from lineate.layers import Memory
-from lineate.layers.step.supported_modules import runs_own_forward
+from lineate.generation.generated import Generation
 from lineate.models import HybridLM, ModelState
 from lineate.models.checks import check_ids, check_mask, check_state
-from lineate.native.product import MOST_ROWS
-
-FEWEST_DECODED, MOST_ROOM = 8, 256
-"""A decoder is prepared for at least as many tokens, and has room for as many at first."""
 
 Prompts = Tensor | Sequence[Tensor | Sequence[int]]
 """Token ids `b t`, or one sequence of ids a row, of any lengths."""
@@ -82,7 +76,7 @@ def generate(
     state: ModelState | None = None,
     attention_mask: Tensor | None = None,
     earlier: Sequence[Sequence[int]] | None = None,
-) -> "Generation":
+) -> Generation:
     """Continue sequences: yield the next token of every row until every row has reached a stop token.
 
         for token in generate(model, ids, 20): ...                              # b
@@ -92,8 +86,8 @@ def generate(
 
     A row that has stopped repeats its stop token. A row's tokens depend on its prompt, its options and its seed alone,
     not on the other rows: rows with the same prompt and seed are the same. Options of None are those of the checkpoint
-    (model.sampling_defaults); what it does not name is neutral. On a CPU the model must stay unchanged while tokens are
-    generated (see Decoder): a change takes effect in the next call of generate.
+    (model.sampling_defaults); what it does not name is neutral. The model must stay unchanged while tokens are
+    generated (see Decoder, which reads them where it can): a change takes effect in the next call of generate.
 
     Args:
         model: The model.
@@ -137,202 +131,6 @@ def generate(
     if earlier is not None:
         made.count_earlier(earlier)
     return made
-
-
-class Generation(Iterator[Tensor]):
-    """The tokens of `generate`, one of every row at a time.
-
-    Args:
-        model: The model.
-        prompts: Ids `b t` and None, or packed ids `1 t` and the bounds of their sequences.
-        max_new_tokens: The most tokens to yield.
-        sampling: The options of each row.
-        stop: Tokens that end a row.
-        state: What the model has read before; None for nothing.
-    """
-
-    def __init__(
-        self,
-        model: HybridLM,
-        prompts: tuple[Tensor, Tensor | None],
-        max_new_tokens: int,
-        sampling: list[Sampling],
-        stop: Collection[int],
-        state: ModelState | None,
-    ) -> None:
-        ids, bounds = prompts
-        rows = len(sampling)
-        self.tokens: list[list[int]] = [[] for _ in range(rows)]
-        """The new tokens of each row, up to its stop token."""
-        self.last = ids[:, -1].clone() if bounds is None else ids[0, bounds[1:] - 1]
-        """The last token of every row, `b`: the next one to read."""
-        self._model, self._sampling, self._stops = model, sampling, frozenset(map(int, stop))
-        self._next, self._bounds, self._left = ids, bounds, max_new_tokens
-        self._going = list(range(rows))
-        self._state = state
-        self._spare: ModelState | None = None
-        """An earlier state that only this object holds: its memory is reused for the next one."""
-        self._shown = state is not None
-        """Whether the caller may hold the state."""
-        self._decoder: Decoder | None = None
-        """Reads the tokens after the prompt, where C computes the model; it then has the state."""
-        self._begun: int | Tensor = 0
-        """The tokens of each row when the decoder began."""
-        self._reads = 0
-        """How many of its calls this has used."""
-        self._decodes = True
-        """Whether a decoder may be prepared for these rows; it is asked once."""
-        self._ended: dict[int, ModelState] = {}
-        self._seen: list[dict[int, int] | None] = [None] * rows
-        for n, own in enumerate(sampling):
-            if own.penalised:
-                prompt = ids[n] if bounds is None else ids[0, bounds[n] : bounds[n + 1]]
-                self._seen[n] = dict.fromkeys(prompt.tolist(), 0)
-
-    def count_earlier(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Let penalties count tokens that the state has read as those of the prompt.
-
-        Args:
-            tokens: The tokens of each row.
-        """
-        if len(tokens) != len(self._seen):
-            raise ValueError(
-                f"earlier must have one sequence for each of the {len(self._seen)} rows, got {len(tokens)}"
-            )
-        for seen, own in zip(self._seen, tokens, strict=True):
-            if seen is not None:
-                seen.update({token: 0 for token in map(int, own) if token not in seen})
-
-    @property
-    def state(self) -> ModelState | None:
-        """The model's state after all tokens of every row but the last; None before the first token."""
-        self._shown = True
-        now = self._now()
-        if not self._ended:
-            return now
-        going = {n: i for i, n in enumerate(self._going)}
-        states = [self._ended[n] if n in self._ended else _row(now, going[n]) for n in range(len(self.tokens))]
-        return ModelState.join(states)
-
-    def _now(self) -> ModelState | None:
-        """Return the state of the rows that go on."""
-        return self._state if self._decoder is None else self._decoder.state_before(self._reads)
-
-    def run(self) -> list[list[int]]:
-        """Generate up to the end, and return the new tokens of each row, its stop token included."""
-        for _ in self:
-            pass
-        return self.tokens
-
-    def __iter__(self) -> "Generation":
-        return self
-
-    def __next__(self) -> Tensor:
-        """Return the next token of every row, `b`."""
-        if not self._left or not self._going:
-            raise StopIteration
-        going, device = self._going, self.last.device
-        with torch.no_grad():
-            logits, read = self._read()
-            lengths = self._lengths if read is None else read.lengths
-            at = torch.full((len(going),), lengths, device=device) if isinstance(lengths, int) else lengths
-            tokens = choose_tokens(logits, [self._sampling[n] for n in going], at, [self._seen[n] for n in going])
-        chosen = tokens.tolist()  # waits for a GPU: an interrupt here leaves everything unchanged
-        if read is None:
-            self._reads += 1
-        else:
-            self._spare, self._shown = (None if self._shown else self._state), False
-            self._state = read
-        self._bounds, self._left = None, self._left - 1
-        for n, token in zip(going, chosen, strict=True):
-            self.tokens[n].append(token)
-            if (seen := self._seen[n]) is not None:
-                seen[token] = seen.get(token, 0) + 1
-        whole = len(going) == len(self.tokens)
-        self.last = tokens if whole else self.last.index_copy(0, torch.tensor(going, device=device), tokens)
-        if self._stops and not self._stops.isdisjoint(chosen):
-            tokens = self._drop([token in self._stops for token in chosen], tokens)
-        self._next = tokens[:, None]
-        return self.last
-
-    def _read(self) -> tuple[Tensor, ModelState | None]:
-        """Read the next tokens; return the logits of the last of each row, and the state unless the decoder has it."""
-        if self._decoder is None and self._state is not None and self._bounds is None and self._decodes:
-            self._prepare(self._state)
-        if self._decoder is not None:
-            logits = self._decoder.repeat(self._reads)
-            return (self._decoder(self._next) if logits is None else logits)[:, -1], None
-        state = self._state if self._spare is None else _over(self._state, self._spare)
-        out = self._model(self._next, state, self._bounds, last_only=True)
-        return out.logits[:, -1] if self._bounds is None else out.logits[0], out.state
-
-    def _prepare(self, state: ModelState) -> None:
-        """Let a decoder read from now on, if C computes the model and enough tokens are left."""
-        model = self._model
-        if self._left < FEWEST_DECODED or state.rows > MOST_ROWS or self._next.shape[1] != 1:
-            return
-        self._decodes = False  # asked once
-        if not self._next.is_cpu or not runs_own_forward(model) or model._compiled_call_impl is not None:
-            return
-        decoder = Decoder(model, state, min(self._left, MOST_ROOM))
-        if decoder.computes_all:
-            self._decoder, self._begun, self._reads = decoder, state.lengths, 0
-            self._state = self._spare = None
-
-    @property
-    def _lengths(self) -> int | Tensor:
-        """The tokens of each row with the one that the decoder has read."""
-        return self._begun + self._reads + 1
-
-    def _drop(self, stopped: list[bool], tokens: Tensor) -> Tensor:
-        """Keep the states of rows that have stopped, and return the tokens of those that go on."""
-        self._spare = None  # it has other rows
-        self._decodes = self._decodes or self._decoder is not None
-        self._state, self._decoder = self._now(), None
-        for i, n in enumerate(self._going):
-            if stopped[i]:
-                self._ended[n] = _row(self._state, i)
-        left = [i for i, over in enumerate(stopped) if not over]
-        self._going = [self._going[i] for i in left]
-        if not left:
-            self._state = None
-            return tokens[:0]
-        at = torch.tensor(left, device=tokens.device)
-        assert self._state is not None
-        self._state = self._state.select(at)
-        return tokens[at]
-
-
-def _over(state: ModelState | None, spare: ModelState) -> ModelState:
-    """Return the state with the memory of another one for what follows it."""
-    assert state is not None
-    layers = tuple(
-        Memory(one.tensors, into=other.tensors) if isinstance(one, Memory) and isinstance(other, Memory) else one
-        for one, other in zip(state.layers, spare.layers, strict=True)
-    )
-    return ModelState(layers, state.lengths)
-
-
-def _row(state: ModelState | None, row: int) -> ModelState:
-    """Return one row of a state."""
-    assert state is not None
-    if state.rows == 1:
-        return state
-    one = state.select(torch.tensor([row], device="cpu"))
-    return one if isinstance(one.lengths, int) else _trimmed(one, int(one.lengths[0]))
-
-
-def _trimmed(state: ModelState, length: int) -> ModelState:
-    """Return the state of one row with its length as an int, and its caches without the room of longer rows."""
-    from lineate.layers import TokenCache
-
-    layers = tuple(
-        TokenCache({name: layer[name][:, :length].contiguous() for name in layer.names}, length)
-        if isinstance(layer, TokenCache)
-        else layer
-        for layer in state.layers
-    )
-    return ModelState(layers, length)
 
 
 def _prompts(model: HybridLM, ids: Prompts, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lineate.generation import generate, sampling
+from lineate.generation import generate, generated
 from lineate.layers.configs import AttentionConfig, LinearConfig
 from lineate.models import HybridConfig, HybridLM, ModelState
 from lineate.models.config import FeedConfig
@@ -38,7 +38,7 @@ def same(one: ModelState | None, other: ModelState | None) -> bool:
 
 
 def without_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "FEWEST_DECODED", 10**9)
+    monkeypatch.setattr(generated, "FEWEST_DECODED", 10**9)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -53,14 +53,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_and_states_are_those_of_the_model(case: str, model: HybridLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "MOST_ROOM", 16)
-    own_call, decoded = sampling.Decoder.__call__, []
+    monkeypatch.setattr(generated, "MOST_ROOM", 16)
+    own_call, decoded = generated.Decoder.__call__, []
 
     def read(*args: Any) -> Tensor:
         decoded.append(True)
         return own_call(*args)
 
-    monkeypatch.setattr(sampling.Decoder, "__call__", read)
+    monkeypatch.setattr(generated.Decoder, "__call__", read)
     given = {"max_new_tokens": 40, "temperature": 1.0, "stop": (), **CASES[case]}
     made = generate(model, **given)
     states = []
@@ -93,7 +93,7 @@ def test_an_interrupted_call_is_repeated(where: str, model: HybridLM, monkeypatc
     wanted = generate(model, **given)
     states = [wanted.state for _ in wanted]
     made, calls = generate(model, **given), iter(range(10**6))
-    own_call, own_choose = sampling.Decoder.__call__, sampling.choose_tokens
+    own_call, own_choose = generated.Decoder.__call__, generated.choose_tokens
 
     def read(*args: Any) -> Tensor:
         n = next(calls)
@@ -109,8 +109,8 @@ def test_an_interrupted_call_is_repeated(where: str, model: HybridLM, monkeypatc
             raise KeyboardInterrupt
         return own_choose(*args)
 
-    monkeypatch.setattr(sampling.Decoder, "__call__", read)
-    monkeypatch.setattr(sampling, "choose_tokens", choose)
+    monkeypatch.setattr(generated.Decoder, "__call__", read)
+    monkeypatch.setattr(generated, "choose_tokens", choose)
     interruptions = 0
     while True:
         try:

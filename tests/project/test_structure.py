@@ -35,7 +35,7 @@ LEVELS = (
 )
 # Neighbours that do not import each other: (importer, imported).
 # HybridLM.generate is the function of the level above, which it imports when it is called.
-UPWARDS = {"lineate.models.hybrid": {"lineate.generation.sampling"}}
+UPWARDS = {"lineate.models.hybrid": {"lineate.generation.sampling", "lineate.generation.generated"}}
 STRANGERS = {("forms", "kernels"), ("kernels", "forms"), ("planning", "explore"), ("tasks", "explore")}
 
 
