@@ -98,10 +98,10 @@ def state_of(model: HybridLM, rows: int, tokens: int) -> ModelState:
     return ModelState(tuple(layers), tokens)
 
 
-def median_ms(call: Callable[[], Any], rounds: int, device: str) -> float:
-    """Return the median over the rounds, after three warm-up calls."""
+def median_ms(call: Callable[[], Any], rounds: int, device: str, warm: int = 3) -> float:
+    """Return the median over the rounds, after warm-up calls."""
     times = []
-    for n in range(rounds + 3):
+    for n in range(rounds + warm):
         if device == "cpu":
             start = time.perf_counter()
             call()
@@ -113,7 +113,7 @@ def median_ms(call: Callable[[], Any], rounds: int, device: str) -> float:
             last.record()
             torch.cuda.synchronize()
             took = first.elapsed_time(last)
-        if n >= 3:
+        if n >= warm:
             times.append(took)
     return statistics.median(times)
 

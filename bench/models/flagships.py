@@ -1,0 +1,229 @@
+"""The published models at their real sizes on one GPU, with random weights, next to the bounds of `lineate plan`.
+
+    python -m bench.models.flagships [--models NAMES] [--weights FORMATS] [--only PARTS] [--json FILE] [--profile]
+
+Parts: decode (one row after 4,096, 32,768 and 131,072 tokens; 64 and 256 rows after 512), prefill (4,096, 32,768 and
+131,072 tokens at once), pieces (131,072 tokens in pieces of 8,192), million (reading 1,048,576 tokens in pieces, and
+decoding after them). A bound counts the least bytes at the card's bandwidth, or the least operations at its matrix
+rate, whichever takes longer; where experts are chosen, every token chooses at random.
+
+Weights are random, so tokens choose experts evenly, as the bound of several rows assumes. The state before a decoding
+step is made up: caches of random entries, not read from a prompt. Busy time and launches are those of one step in
+torch's profiler.
+"""
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.models.quantised_gpu import median_ms, random_weight, state_of
+from bench.timing import show
+from lineate.decoding import Decoder
+from lineate.models import HybridLM, preset
+from lineate.planning import HARDWARE, MemoryPlan, plan_memory, read_model
+from lineate.planning.hardware import decode_bound, prefill_bound
+from lineate.quantised.format import find_format
+from lineate.quantised.which import becomes_quantised
+
+MODELS = ("qwen3-5-35b-a3b", "kimi-linear-48b", "qwen3-next-80b", "qwen3-5-27b", "olmo-hybrid-7b")
+PARTS = ("decode", "prefill", "pieces", "million")
+WEIGHTS = ("bf16", "fp8", "int8", "int4")
+CARD = HARDWARE["h200"]
+LEFT = 12 * 2**30
+"""Bytes of the card that a model's weights must leave for states and buffers."""
+
+
+def make_model(name: str, weights: str) -> HybridLM:
+    """Return the model of a preset on the GPU with random weights, written one parameter at a time."""
+    with torch.device("meta"):
+        model = HybridLM(preset(name)).to(torch.bfloat16).eval()
+    form = None if weights == "bf16" else find_format(weights)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for key, x in list(model.named_parameters()):
+        module = model.get_submodule(key.rpartition(".")[0])
+        shape = tuple(x.shape)
+        made: Tensor
+        if form is not None and becomes_quantised(key, shape, form):
+            made = random_weight(shape, form.name, "cuda")
+        else:
+            dtype = torch.float32 if key.endswith(("A_log", "dt_bias")) else torch.bfloat16
+            made = torch.empty(shape, dtype=dtype, device="cuda").normal_(0, 0.02, generator=generator)
+            if "norm" in key and not model.config.zero_centred_norm:
+                made += 1
+        module.register_parameter(key.rpartition(".")[2], nn.Parameter(made, requires_grad=False))
+    for key, old in list(model.named_buffers()):
+        module = model.get_submodule(key.rpartition(".")[0])
+        setattr(module, key.rpartition(".")[2], torch.zeros(old.shape, dtype=torch.float32, device="cuda"))
+    return model
+
+
+def profiled(call: Callable[[], Any]) -> tuple[float, int, list[tuple[str, float, int]]]:
+    """Return the milliseconds that the device is busy in a call, its launches, and the kernels by their time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    found = [x for x in profile.key_averages() if x.self_device_time_total > 0]
+    kernels = sorted(((x.key, x.self_device_time_total / 1e3, x.count) for x in found), key=lambda x: -x[1])
+    return sum(x[1] for x in kernels), sum(x[2] for x in kernels), kernels
+
+
+class Bench:
+    """The measurements of one model.
+
+    Args:
+        name: A preset.
+        weights: Their format.
+        profile: Whether kernels are printed.
+    """
+
+    def __init__(self, name: str, weights: str, profile: bool) -> None:
+        self.name, self.weights, self.profile = name, weights, profile
+        self.plan: MemoryPlan = plan_memory(
+            read_model(name, "bfloat16", weights=None if weights == "bf16" else weights)
+        )
+        start = time.perf_counter()
+        self.model = make_model(name, weights)
+        torch.cuda.synchronize()
+        self.made = time.perf_counter() - start
+        self.own = torch.cuda.memory_allocated()
+        self.records: list[dict[str, Any]] = []
+
+    def note(self, what: str, ms: float, bound: float, call: Callable[[], Any] | None = None) -> None:
+        """Keep a measurement; call: what is profiled."""
+        record: dict[str, Any] = {"model": self.name, "weights": self.weights, "what": what, "ms": ms}
+        record |= {"bound_ms": bound * 1e3, "ratio": ms / (bound * 1e3)}
+        record["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        record["beyond_weights_gib"] = record["peak_gib"] - self.own / 2**30
+        if call is not None:
+            record["busy_ms"], record["launches"], kernels = profiled(call)
+            record["kernels"] = kernels[:15]
+            if self.profile:
+                for name, time_ms, count in kernels[:15]:
+                    print(f"    {time_ms:8.3f} ms {count:5d}  {name[:110]}")
+        self.records.append(record)
+        shown = {key: round(x, 3) if isinstance(x, float) else x for key, x in record.items() if key != "kernels"}
+        print(shown, flush=True)
+
+    def reset(self) -> None:
+        """Free what the last measurement held, and begin to count the peak of memory."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    def decode(self, rows: int, tokens: int, rounds: int = 20) -> None:
+        self.reset()
+        ids = torch.randint(1000, (rows, 1), device="cuda")
+        decoder = Decoder(self.model, state_of(self.model, rows, tokens), room=rounds + 64)
+        for _ in range(3):
+            decoder(ids)
+        bound = decode_bound(self.plan, CARD, rows, tokens, "expected" if rows > 1 else "least").seconds
+        self.note(
+            f"decode {rows} after {tokens:,}",
+            median_ms(lambda: decoder(ids), rounds, "cuda"),
+            bound,
+            lambda: decoder(ids),
+        )
+
+    def prefill(self, tokens: int, rounds: int = 2) -> None:
+        self.reset()
+        ids = torch.randint(1000, (1, tokens), device="cuda")
+
+        def read() -> Any:
+            return self.model(ids, last_only=True).logits
+
+        bound = prefill_bound(self.plan, CARD, 1, tokens).seconds
+        self.note(f"prefill {tokens:,}", median_ms(read, rounds, "cuda", 1), bound, read if tokens <= 32768 else None)
+
+    def pieces(self, tokens: int, piece: int, rounds: int = 1) -> None:
+        self.reset()
+        ids = torch.randint(1000, (1, tokens), device="cuda")
+        times: list[float] = []
+
+        def read() -> None:
+            state = None
+            for own in ids.split(piece, 1):
+                begun = time.perf_counter()
+                out = self.model(own, state, last_only=True)
+                state = out.state
+                torch.cuda.synchronize()
+                times.append(time.perf_counter() - begun)
+
+        ms = median_ms(read, rounds, "cuda", int(tokens <= 131072))
+        bound = prefill_bound(self.plan, CARD, 1, tokens).seconds
+        self.note(f"read {tokens:,} in pieces of {piece:,}", ms, bound)
+        self.records[-1]["last_piece_ms"] = times[-1] * 1e3
+
+
+@torch.inference_mode()
+def measure(name: str, weights: str, parts: tuple[str, ...], profile: bool) -> list[dict[str, Any]]:
+    """Return the measurements of a model."""
+    if plan_memory(read_model(name, "bfloat16", weights=None if weights == "bf16" else weights)).weights > (
+        torch.cuda.mem_get_info()[1] - LEFT
+    ):
+        print(f"{name} in {weights} does not fit")
+        return []
+    bench = Bench(name, weights, profile)
+    print(f"{name} in {weights}: {bench.own / 2**30:.1f} GiB of weights, made in {bench.made:.0f} s", flush=True)
+    calls: dict[str, list[Callable[[], None]]] = {
+        "decode": [
+            *(lambda n=n: bench.decode(1, n) for n in (4096, 32768, 131072)),
+            *(lambda b=b: bench.decode(b, 512) for b in (64, 256)),
+        ],
+        "prefill": [lambda n=n: bench.prefill(n) for n in (4096, 32768, 131072)],
+        "pieces": [lambda: bench.pieces(131072, 8192)],
+        "million": [lambda: bench.pieces(2**20, 16384), lambda: bench.decode(1, 2**20)],
+    }
+    for part in parts:
+        for call in calls[part]:
+            try:
+                call()
+            except torch.OutOfMemoryError as error:
+                print(f"  {part}: out of memory: {str(error)[:120]}", flush=True)
+                bench.records.append({"model": name, "weights": weights, "what": part, "out_of_memory": True})
+    return bench.records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS[:2]), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--weights", default="bf16", help=f"of {', '.join(WEIGHTS)}")
+    parser.add_argument("--only", default=",".join(PARTS[:3]), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--json", type=Path, default=Path("bench/out/flagships.json"))
+    parser.add_argument("--profile", action="store_true", help="print the kernels that take longest")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(1, "these measurements need a GPU\n")
+    records = []
+    for name in args.models.split(","):
+        for weights in args.weights.split(","):
+            records += measure(name, weights, tuple(args.only.split(",")), args.profile)
+            gc.collect()
+            torch.cuda.empty_cache()
+    columns = ["model", "weights", "what", "ms", "bound", "ratio", "busy", "launches", "GiB beyond weights"]
+    rows = [
+        [
+            x["model"], x["weights"], x["what"], f"{x['ms']:.2f}", f"{x['bound_ms']:.2f}", f"{x['ratio']:.2f}",
+            f"{x['busy_ms']:.2f}" if "busy_ms" in x else "", str(x.get("launches", "")),
+            f"{x['beyond_weights_gib']:.2f}",
+        ]
+        for x in records if "ms" in x
+    ]  # fmt: skip
+    show("Published models at their real sizes", columns, rows)
+    about = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+    }  # fmt: skip
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps({"about": about, "records": records}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
