@@ -11,6 +11,7 @@ from lineate.generation.choice import Sampling, choose_tokens
 from lineate.layers import Memory
 from lineate.layers.step.supported_modules import runs_own_forward
 from lineate.models import HybridLM, ModelState
+from lineate.models.reading import read_prompt
 from lineate.native.product import MOST_ROWS
 
 FEWEST_DECODED, MOST_ROOM = 8, 256
@@ -169,7 +170,7 @@ class Generation(Iterator[Tensor]):
                 logits = self._decoder(self._next if whole else self._last_of(self._decoded))
             return (logits if whole else logits[self._places()])[:, -1], None
         state = self._state if self._spare is None else _over(self._state, self._spare)
-        out = self._model(self._next, state, self._bounds, last_only=True)
+        out = read_prompt(self._model, self._next, state, self._bounds)
         return out.logits[:, -1] if self._bounds is None else out.logits[0], out.state
 
     def _last_of(self, rows: list[int]) -> Tensor:
