@@ -31,29 +31,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lineate.kernels.hopper.channel_parts import (
-    _add,
-    _ask,
-    _bounds,
-    _by_rows,
-    _columns,
-    _cube,
-    _decay_of_gate,
-    _diagonal,
-    _flat,
-    _log2,
-    _numbers,
-    _opaque,
-    _opened,
-    _reciprocal,
-    _rounded,
-    _rows,
-    _scale,
-    _stack2,
-    _stack8,
-    _turned,
-    _zero_below,
+    add,
+    as_cube,
+    as_flat,
+    ask,
+    board_rows,
+    by_rows,
+    column_block,
+    diagonal_entries,
+    log2,
+    log2_decay_of_gate,
+    opaque,
+    opened,
+    reciprocal,
+    rounded,
+    row_block,
+    scale_blocks,
+    stack2,
+    stack8,
+    turned_block,
+    unit_bounds,
+    zero_below,
 )
-from lineate.kernels.hopper.parts import _exp2, barrier
+from lineate.kernels.hopper.parts import barrier, exp2
 from lineate.kernels.portable.channel import BF16_LIMIT
 from lineate.kernels.portable.gates import FLOOR, LOG2E
 
@@ -138,7 +138,7 @@ def channel_gradients(
     barrier()
 
     u = gl.program_id(0)
-    start, rows, head = _bounds(gl.minimum(u, units - 1) >> 1, bounds, first_slots, slot_texts, t, HV, PACKED)
+    start, rows, head = unit_bounds(gl.minimum(u, units - 1) >> 1, bounds, first_slots, slot_texts, t, HV, PACKED)
     some = u < units
     tiles_1 = (all_S1.index(0), all_dO1.index(0), all_R1.index(0), all_dS1.index(0), all_dE1.index(0))
     tiles_0 = (all_A.index(0), all_B.index(0), all_C.index(0), all_A.index(1), all_B.index(1))
@@ -155,20 +155,20 @@ def channel_gradients(
     if TMA_GATES:
         tiles_rows = (all_g.index(0), all_k.index(0), all_q.index(0))
         places_rows = ((start, at_V + channel), (start, ck), (start, cq))
-    _ask(
+    ask(
         of_states,
         ((at_S + 64, channel), (start, at_V + 64), (start, at_R + 64), (at_S + 64, channel), (start, at_V + 64)),
         tiles_1, ready_1, some,
     )  # fmt: skip
-    _ask(
+    ask(
         of_states,
         ((at_S, channel), (start, at_V), (start, at_R), (at_S, channel), (start, at_V)),
         tiles_0,
         ready_0,
         some,
     )
-    _ask(of_rows, places_rows, tiles_rows, ready_rows, some)
-    _ask((P,), (((u >> 1) * 64, 0),), (all_P.index(0),), (ready_P,), some)
+    ask(of_rows, places_rows, tiles_rows, ready_rows, some)
+    ask((P,), (((u >> 1) * 64, 0),), (all_P.index(0),), (ready_P,), some)
 
     none = gl.zeros([64, 64], gl.float32, acc)
     r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, cube)))[None, :, None]
@@ -212,12 +212,12 @@ def channel_gradients(
         if rows < 64:  # the rows below are another sequence's
             for x in gl.static_range(len(ready_rows)):
                 mbarrier.wait(ready_rows[x], phase)
-                _zero_below(tiles_rows[x], rows, flat)
+                zero_below(tiles_rows[x], rows, flat)
             for x in gl.static_range(len(of_states)):
                 if x % 3 != 0:  # dO, R, dE
                     mbarrier.wait(ready_0[x], phase)
-                    _zero_below(tiles_0[x], rows, flat)
-                    _zero_below(tiles_1[x], rows, flat)
+                    zero_below(tiles_0[x], rows, flat)
+                    zero_below(tiles_1[x], rows, flat)
             fence_async_shared()
             barrier()
         OS = warpgroup_mma(dO1, S1, none, use_acc=False, is_async=True)
@@ -237,7 +237,7 @@ def channel_gradients(
         for x in gl.static_range(len(ready_rows)):
             mbarrier.wait(ready_rows[x], phase)
         if TMA_GATES:
-            d = _cube(tile_g.load(flat), cube)
+            d = as_cube(tile_g.load(flat), cube)
         d = d.to(gl.float32)
         if RAW:
             if BIAS:
@@ -245,17 +245,17 @@ def channel_gradients(
             speed = 1.0
             if A_log is not None:
                 speed = gl.exp(gl.load(A_log + head).to(gl.float32))
-            d = gl.where(there, _decay_of_gate(d, speed, lower_bound), 0.0)
+            d = gl.where(there, log2_decay_of_gate(d, speed, lower_bound), 0.0)
         else:
             d = d * LOG2E
         d = gl.where(d <= 0.0, gl.maximum(d, FLOOR * LOG2E), float("nan"))  # as `allowed` of gates.py does
         first = gl.sum(gl.where(r == 0, d, -0.0), 1)  # (adding -0.0 costs no instruction)
-        W = gl.associative_scan(gl.where(r == 0, 0.0, d), 1, _add)
+        W = gl.associative_scan(gl.where(r == 0, 0.0, d), 1, add)
         inside = gl.sum(gl.where(r == 15, W, -0.0), 1)
-        F = _exp2(W)
+        F = exp2(W)
 
         # P without its diagonal; with NORMALIZE, P of the unit vectors times the inverse norms. Without, q F has scale.
-        i = _opaque(gl.arange(0, 64, row))
+        i = opaque(gl.arange(0, 64, row))
         j = gl.arange(0, 64, gl.SliceLayout(0, acc))
         mbarrier.wait(ready_P, phase)
         scores = tile_P.load(acc)
@@ -279,7 +279,7 @@ def channel_gradients(
         more = upcoming < units
         to_item = gl.where(more, upcoming, u) >> 1
         to_channel = (upcoming & 1) * 64
-        next_start, next_rows, next_head = _bounds(to_item, bounds, first_slots, slot_texts, t, HV, PACKED)
+        next_start, next_rows, next_head = unit_bounds(to_item, bounds, first_slots, slot_texts, t, HV, PACKED)
         at_S = to_item * 128
         at_V = next_head * 128
         at_R = at_V
@@ -301,11 +301,11 @@ def channel_gradients(
         )  # fmt: skip
         for x in gl.static_range(len(of_states)):
             tma.async_copy_global_to_shared(of_states[x], places[x], ready_1[x], tiles_1[x], pred=more)
-        SdS = gl.convert_layout(_diagonal(SS, acc), gl.SliceLayout(0, line))[None, :]
+        SdS = gl.convert_layout(diagonal_entries(SS, acc), gl.SliceLayout(0, line))[None, :]
 
         # The decay from each block's reference row to the next block's.
         board = B1._reinterpret(gl.float32, [32, 64], plain)
-        board.slice(0, 8, 0).store(_stack2(first, inside, two))
+        board.slice(0, 8, 0).store(stack2(first, inside, two))
         first0 = board.slice(0, 1, 0).load(line)
         first1 = board.slice(1, 1, 0).load(line)
         first2 = board.slice(2, 1, 0).load(line)
@@ -319,29 +319,29 @@ def channel_gradients(
         s3 = inside2 + first3
         # The decay from the block's row a to the chunk's end, and over the whole chunk.
         down = inside3 + gl.where(b < 3, s3, 0.0) + gl.where(b < 2, s2, 0.0) + gl.where(b < 1, s1, 0.0)
-        last = SdS * _exp2(first0 + s1 + s2 + s3 + inside3)
-        down = _exp2(down)
-        s1 = _exp2(s1)
-        s2 = _exp2(s2)
-        s3 = _exp2(s3)
+        last = SdS * exp2(first0 + s1 + s2 + s3 + inside3)
+        down = exp2(down)
+        s1 = exp2(s1)
+        s2 = exp2(s2)
+        s3 = exp2(s3)
         nothing = gl.zeros([4, 64], gl.float32, line)
         board.store(
-            _stack8(
+            stack8(
                 gl.where(b >= 1, s1, 1.0), gl.where(b >= 2, s2, 1.0), gl.where(b >= 3, s3, 1.0),
                 gl.where(b < 1, s1, 1.0), gl.where(b < 2, s2, 1.0), gl.where(b < 3, s3, 1.0),
-                nothing + _exp2(first0), eight,
+                nothing + exp2(first0), eight,
             )
         )  # fmt: skip
         flags = wild + u + gl.zeros([4, 64], gl.int32, line)
         gl.store(flags, gl.full([4, 64], 1, gl.int8, line), mask=inside < -BF16_LIMIT)
 
         # Make the tiles Yq, Yk and Z.
-        keys = _cube(tile_k.load(flat).to(gl.float32), cube)
-        C0.store(_flat((keys * _reciprocal(F)).to(dtype), flat))
+        keys = as_cube(tile_k.load(flat).to(gl.float32), cube)
+        C0.store(as_flat((keys * reciprocal(F)).to(dtype), flat))
         if CORRECTS:
-            B0.store(_flat((keys * F).to(dtype), flat))
-        queries = _cube(tile_q.load(flat).to(gl.float32), cube)
-        A0.store(_flat((queries * in_q * F).to(dtype), flat))
+            B0.store(as_flat((keys * F).to(dtype), flat))
+        queries = as_cube(tile_q.load(flat).to(gl.float32), cube)
+        A0.store(as_flat((queries * in_q * F).to(dtype), flat))
         if CORRECTS:
             mbarrier.wait(ready_M, phase)
             if NORMALIZE:
@@ -349,41 +349,48 @@ def channel_gradients(
                 A1.store((scores * norm_k * across).to(dtype))
         fence_async_shared()
         barrier()
-        f = _numbers(board, 24, OS)
+        f = board_rows(board, 24, OS)
         if NORMALIZE:
-            aq = _scale(OS, f, acc) * norm_q
+            aq = scale_blocks(OS, f, acc) * norm_q
             if CORRECTS:
-                ak = _scale(ES, f, acc) * (norm_k * -1.0)
+                ak = scale_blocks(ES, f, acc) * (norm_k * -1.0)
         else:
-            aq = _scale(OS, f, acc)
+            aq = scale_blocks(OS, f, acc)
             if CORRECTS:
-                ak = _scale(ES, f * -1.0, acc)
-        aq = warpgroup_mma(_columns(tile_P, 0, left), _rows(C0, 0), aq, is_async=True)
+                ak = scale_blocks(ES, f * -1.0, acc)
+        aq = warpgroup_mma(column_block(tile_P, 0, left), row_block(C0, 0), aq, is_async=True)
         if CORRECTS:
-            ak = warpgroup_mma(_columns(A1, 0, left), _rows(C0, 0), ak, is_async=True)
-        aw = warpgroup_mma(_turned(tile_P, 48, left), _rows(A0, 48), none, use_acc=False, is_async=True)
+            ak = warpgroup_mma(column_block(A1, 0, left), row_block(C0, 0), ak, is_async=True)
+        aw = warpgroup_mma(turned_block(tile_P, 48, left), row_block(A0, 48), none, use_acc=False, is_async=True)
         if CORRECTS:
-            aw = warpgroup_mma(_turned(A1, 48, left), _rows(B0, 48), aw, is_async=True)
+            aw = warpgroup_mma(turned_block(A1, 48, left), row_block(B0, 48), aw, is_async=True)
         for s in gl.static_range(1, 4):
-            f = _numbers(board, s * 4 - 4, OS)
+            f = board_rows(board, s * 4 - 4, OS)
             if CORRECTS:
                 aq, ak, aw = warpgroup_mma_wait(3, deps=(aq, ak, aw))
             else:
                 aq, aw = warpgroup_mma_wait(1, deps=(aq, aw))
-            aq = warpgroup_mma(_columns(tile_P, s * 16, left), _rows(C0, s * 16), _scale(aq, f, acc), is_async=True)
+            aq = warpgroup_mma(
+                column_block(tile_P, s * 16, left), row_block(C0, s * 16), scale_blocks(aq, f, acc), is_async=True
+            )
             if CORRECTS:
                 aq, ak, aw = warpgroup_mma_wait(3, deps=(aq, ak, aw))
-                ak = warpgroup_mma(_columns(A1, s * 16, left), _rows(C0, s * 16), _scale(ak, f, acc), is_async=True)
-            f = _numbers(board, 24 - s * 4, OS)
+                ak = warpgroup_mma(
+                    column_block(A1, s * 16, left), row_block(C0, s * 16), scale_blocks(ak, f, acc), is_async=True
+                )
+            f = board_rows(board, 24 - s * 4, OS)
             if CORRECTS:
                 aq, ak, aw = warpgroup_mma_wait(2, deps=(aq, ak, aw))
             else:
                 aq, aw = warpgroup_mma_wait(1, deps=(aq, aw))
             aw = warpgroup_mma(
-                _turned(tile_P, 48 - s * 16, left), _rows(A0, 48 - s * 16), _scale(aw, f, acc), is_async=True
+                turned_block(tile_P, 48 - s * 16, left),
+                row_block(A0, 48 - s * 16),
+                scale_blocks(aw, f, acc),
+                is_async=True,
             )
             if CORRECTS:
-                aw = warpgroup_mma(_turned(A1, 48 - s * 16, left), _rows(B0, 48 - s * 16), aw, is_async=True)
+                aw = warpgroup_mma(turned_block(A1, 48 - s * 16, left), row_block(B0, 48 - s * 16), aw, is_async=True)
         if CORRECTS:
             aq, ak, aw, RS = warpgroup_mma_wait(0, deps=(aq, ak, aw, RS))
         else:
@@ -401,30 +408,30 @@ def channel_gradients(
         if NORMALIZE:
             by_row.slice(64, 64, 0).store(rate_k)
         # (q and k are loaded twice, to save registers)
-        read = _cube(pass_A.load(flat), cube)
-        total = read * _rounded(_cube(tile_q.load(flat).to(gl.float32), cube) * in_q * F)
+        read = as_cube(pass_A.load(flat), cube)
+        total = read * rounded(as_cube(tile_q.load(flat).to(gl.float32), cube) * in_q * F)
         read = F * in_q * read
-        own = _by_rows(by_row.slice(0, 64, 0).load(gl.SliceLayout(1, flat)), cube)
-        read = read + own * _cube(tile_k.load(flat).to(gl.float32), cube)
+        own = by_rows(by_row.slice(0, 64, 0).load(gl.SliceLayout(1, flat)), cube)
+        read = read + own * as_cube(tile_k.load(flat).to(gl.float32), cube)
         gl.store(dq + to + at + r * (HV * K), read.to(dtype), mask=there)
         if CORRECTS:
-            reread = _cube(pass_B.load(flat), cube)
+            reread = as_cube(pass_B.load(flat), cube)
         pass_A.store(aw)
         pass_B.store(RS)
-        inverse = _reciprocal(F)
-        written = _cube(pass_A.load(flat), cube)
-        keys = _cube(tile_k.load(flat).to(gl.float32), cube)
-        total = total - written * _rounded(keys * inverse)
+        inverse = reciprocal(F)
+        written = as_cube(pass_A.load(flat), cube)
+        keys = as_cube(tile_k.load(flat).to(gl.float32), cube)
+        total = total - written * rounded(keys * inverse)
         written = inverse * written
         if CORRECTS:
-            total = total + reread * _rounded(keys * F)
+            total = total + reread * rounded(keys * F)
             written = F * reread + written
-        kept = _cube(pass_B.load(flat), cube) * inverse * down[:, None, :]
+        kept = as_cube(pass_B.load(flat), cube) * inverse * down[:, None, :]
         if NORMALIZE:
-            kept = kept * _by_rows(by_row.slice(64, 64, 0).load(gl.SliceLayout(1, flat)), cube)
+            kept = kept * by_rows(by_row.slice(64, 64, 0).load(gl.SliceLayout(1, flat)), cube)
         step = keys * kept - total
-        own = _by_rows(by_row.slice(0, 64, 0).load(gl.SliceLayout(1, flat)), cube)
-        written = written + kept + own * _cube(tile_q.load(flat).to(gl.float32), cube)
+        own = by_rows(by_row.slice(0, 64, 0).load(gl.SliceLayout(1, flat)), cube)
+        written = written + kept + own * as_cube(tile_q.load(flat).to(gl.float32), cube)
         gl.store(dk + to + at + r * (HV * K), written.to(dtype), mask=there)
         if RAW and TMA_GATES:
             given = tile_g.load(flat)
@@ -436,12 +443,12 @@ def channel_gradients(
         if TMA_GATES:
             places_rows = ((next_start, at_V + to_channel), (next_start, ck), (next_start, cq))
         places = ((at_S, to_channel), (next_start, at_V), (next_start, at_R), (at_S, to_channel), (next_start, at_V))
-        _ask(of_rows + of_states, places_rows + places, tiles_rows + tiles_0, ready_rows + ready_0, more)
-        running = gl.associative_scan(step, 1, _add)
+        ask(of_rows + of_states, places_rows + places, tiles_rows + tiles_0, ready_rows + ready_0, more)
+        running = gl.associative_scan(step, 1, add)
         block_step = gl.sum(gl.where(r == 15, running, -0.0), 1)
         block_total = gl.sum(total, 1)
         board = tile_P._reinterpret(gl.float32, [32, 64], plain)
-        board.slice(0, 8, 0).store(_stack2(block_total, block_total + block_step, two))
+        board.slice(0, 8, 0).store(stack2(block_total, block_total + block_step, two))
         base = last + block_total
         for x in gl.static_range(1, 4):
             base = base + gl.where(b < x, board.slice(x, 1, 0).load(line), 0.0)
@@ -450,7 +457,7 @@ def channel_gradients(
         dgiven = gl.where((r == 0) & (first <= FLOOR * LOG2E)[:, None, :], 0.0, dgiven)
         if RAW:
             if TMA_GATES:
-                x0 = _cube(given.to(gl.float32), cube)
+                x0 = as_cube(given.to(gl.float32), cube)
             else:
                 x0 = gl.load(gates + to + at + r * (HV * K), mask=there, other=0.0).to(gl.float32)
             if BIAS:
@@ -462,18 +469,18 @@ def channel_gradients(
                 # The sum of dgiven_r d_r, by parts: d is the difference of W = log2 F, and step is that of dgiven.
                 # (Keeping W would take registers; log2 F is exact to 1e-7, which matters only for log_decay below
                 # 1e-5.)
-                of_speed = gl.sum(gl.where(r == 15, -0.0, _log2(F) * step), 1)
+                of_speed = gl.sum(gl.where(r == 15, -0.0, log2(F) * step), 1)
                 of_speed = inside * gl.sum(gl.where(r == 15, dgiven, -0.0), 1) - of_speed
                 of_speed = (of_speed + first * gl.sum(gl.where(r == 0, dgiven, -0.0), 1)) * (1.0 / LOG2E)
                 of_speed = gl.where(rows > 0, of_speed, 0.0)
                 dgiven = gl.where(there, dgiven, 0.0)
-                dgiven = dgiven * (rate * -1.0) * _opened(x0, 1.0)
+                dgiven = dgiven * (rate * -1.0) * opened(x0, 1.0)
             else:
-                open_ = _opened(x0, rate)
+                open_ = opened(x0, rate)
                 dgiven = gl.where(there, dgiven, 0.0) * (lower_bound * rate) * (open_ * (1.0 - open_))
                 of_speed = gl.sum(gl.where(there, dgiven * x0, 0.0), 1)
             of_bias = gl.sum(dgiven, 1)
-            board.slice(8, 8, 0).store(_stack2(of_speed, of_bias, two))
+            board.slice(8, 8, 0).store(stack2(of_speed, of_bias, two))
             of_speed = board.slice(8, 1, 0).load(line)
             of_bias = board.slice(12, 1, 0).load(line)
             for x in gl.static_range(1, 4):
@@ -486,7 +493,7 @@ def channel_gradients(
         gl.store(dlog_decay + to + at + r * (HV * K), dgiven.to(dlog_decay.dtype.element_ty), mask=there)
         fence_async_shared()
         barrier()
-        _ask((P,), ((to_item * 64, 0),), (tile_P,), (ready_P,), more)
+        ask((P,), ((to_item * 64, 0),), (tile_P,), (ready_P,), more)
         start = next_start
         rows = next_rows
         head = next_head

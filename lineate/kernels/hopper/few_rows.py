@@ -18,12 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.hopper.parts import barrier
-
-
-@gluon.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + gl.exp(-x))
+from lineate.kernels.hopper.parts import barrier, sigmoid
 
 
 @gluon.jit
@@ -116,12 +111,12 @@ def multiply_few(
         _fetch(x, 0, column, kept_x, ready_x, stage, more)
 
     if GATED:
-        acc = acc * _sigmoid(acc) * up
+        acc = acc * sigmoid(acc) * up
     found = gl.convert_layout(acc, along)
     if CHANNELS:
         x0 = found.to(past.dtype.element_ty).to(gl.float32)  # rounded as in the state
         sums += x0 * newest
-        found = gl.where(n < CHANNELS, sums * _sigmoid(sums), x0)
+        found = gl.where(n < CHANNELS, sums * sigmoid(sums), x0)
         gl.store(at + (SIZE - 2), x0.to(past.dtype.element_ty), mask=moves)
         if SIZE > 2:
             gl.store(at + (SIZE - 3), x1.to(past.dtype.element_ty), mask=moves)

@@ -11,14 +11,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lineate.kernels.hopper.parts import (
-    _chunk,
-    _column,
-    _factor,
-    _inverse_norms,
-    _rates,
-    _through_norm,
-    _within,
     barrier,
+    chunk,
+    column,
+    factor,
+    inverse_norms,
+    rates,
+    through_norm,
+    within,
 )
 from lineate.kernels.portable.gates import BETA, COARSE, FINE, READ_K, READ_Q, SMALL_BETA, WRITE
 
@@ -37,14 +37,14 @@ SIGNALS = gl.constexpr(8)
 
 
 @gluon.jit
-def _signal(signals, which):
+def signal(signals, which):
     """Signal once all of this group's warps have arrived here."""
     barrier()
     mbarrier.arrive(signals.index(which), count=1)
 
 
 @gluon.jit
-def _items(items):
+def program_items(items):
     step = gl.num_programs(0)
     item = gl.program_id(0)
     return item, step, gl.maximum((items - item + step - 1) // step, 0)
@@ -53,13 +53,13 @@ def _items(items):
 @gluon.jit
 def _decay_between(kept_factors, buffer, i, j, layout: gl.constexpr):
     """Return D, which is 0 above the diagonal."""
-    between = _rates(kept_factors, buffer, COARSE, layout) - _factor(kept_factors, buffer, COARSE, layout)
-    fine = _rates(kept_factors, buffer, FINE, layout) - _factor(kept_factors, buffer, FINE, layout)
+    between = rates(kept_factors, buffer, COARSE, layout) - factor(kept_factors, buffer, COARSE, layout)
+    fine = rates(kept_factors, buffer, FINE, layout) - factor(kept_factors, buffer, FINE, layout)
     return gl.exp(gl.where(i[:, None] >= j[None, :], between + fine, float("-inf")))
 
 
 @gluon.jit
-def _q_side(
+def q_side(
     kept, ready, signals, aside, sums, at_dq, where, scale, HV: gl.constexpr, R: gl.constexpr, GATED: gl.constexpr,
     NORMALIZE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -80,19 +80,19 @@ def _q_side(
     c_wide = gl.arange(0, 128, gl.SliceLayout(0, wide))
     none = gl.zeros([64, 128], gl.float32, wide)
     nothing = gl.zeros([64, 64], gl.float32, square)
-    item, step, count = _items(items)
-    slot, token, rows = _chunk(_within(item, items), bounds, first_slots, slot_texts, t, H, PACKED)
+    item, step, count = program_items(items)
+    slot, token, rows = chunk(within(item, items), bounds, first_slots, slot_texts, t, H, PACKED)
     unit = 0
     for n in range(count):
         stage = n % 2
         key_head = item % H
-        next_slot, next_token, next_rows = _chunk(
-            _within(item + step, items), bounds, first_slots, slot_texts, t, H, PACKED
+        next_slot, next_token, next_rows = chunk(
+            within(item + step, items), bounds, first_slots, slot_texts, t, H, PACKED
         )
         mbarrier.wait(signals.index(KEYS_READY + stage), (n // 2) % 2)
         if NORMALIZE:
-            norm_q = _inverse_norms(kept_q.index(stage), wide, down)
-            norm_k = gl.convert_layout(_inverse_norms(kept_k.index(stage), wide, down), across)
+            norm_q = inverse_norms(kept_q.index(stage), wide, down)
+            norm_k = gl.convert_layout(inverse_norms(kept_k.index(stage), wide, down), across)
         total_q = none
         for r in range(R):
             at = slot * HV + key_head * R + r
@@ -105,10 +105,10 @@ def _q_side(
             mbarrier.wait(ready_S.index(0), turn)
             KS = warpgroup_mma(keys, kept_S.index(only).permute([1, 0]), none, use_acc=False, is_async=True)
             mbarrier.wait(ready_factors.index(turn), (unit // 2) % 2)
-            beta = _column(kept_factors, turn, BETA, along)
+            beta = column(kept_factors, turn, BETA, along)
             small = gl.where((gl.abs(beta) <= SMALL_BETA) & (i_wide < rows), 1, 0)
             some_are_small = gl.sum(small, 0) > 0
-            read_k = _rates(kept_factors, turn, READ_K, wide)
+            read_k = rates(kept_factors, turn, READ_K, wide)
             mbarrier.wait(ready_v.index(0), turn)
             KS = warpgroup_mma_wait(0, deps=(KS,))
             E = gl.where(i_wide[:, None] < rows, goal.load(wide).to(gl.float32) - KS * read_k, 0.0)
@@ -134,16 +134,16 @@ def _q_side(
             OS = warpgroup_mma(dO, S, none, use_acc=False, is_async=True)
             fence_async_shared()
             # All warps see R from here on, and have read v, T and X.
-            _signal(signals, R_READY)
+            signal(signals, R_READY)
             OS = warpgroup_mma_wait(0, deps=(OS,))
-            OS = OS * _rates(kept_factors, turn, READ_Q, wide)
+            OS = OS * rates(kept_factors, turn, READ_Q, wide)
             total_q = total_q + OS
             if GATED:
                 dG = gl.sum(queries.load(wide).to(gl.float32) * OS, 1)
                 total_q, dG = warpgroup_mma_wait(0, deps=(total_q, dG))
             else:
                 total_q = warpgroup_mma_wait(0, deps=(total_q,))
-            _signal(signals, S_READ)
+            signal(signals, S_READ)
             dP = warpgroup_mma(dO, residual.permute([1, 0]), nothing, use_acc=False, is_async=True)
             if GATED:
                 D = _decay_between(kept_factors, turn, i, j, square)
@@ -159,7 +159,7 @@ def _q_side(
             dQK.store(dP.to(dtype))
             fence_async_shared()
             # All warps see dP from here on, and have read dO.
-            _signal(signals, DQK_READY)
+            signal(signals, DQK_READY)
             if GATED:
                 QK = warpgroup_mma(queries, keys.permute([1, 0]), nothing, use_acc=False, is_async=True)
             total_q = warpgroup_mma(dQK, keys, total_q, is_async=True)
@@ -173,7 +173,7 @@ def _q_side(
             total_q = warpgroup_mma_wait(0, deps=(total_q,))
             unit = unit + 1
         if NORMALIZE:
-            total_q = _through_norm(total_q, kept_q.index(stage), gl.convert_layout(norm_q, along), wide)
+            total_q = through_norm(total_q, kept_q.index(stage), gl.convert_layout(norm_q, along), wide)
         at_row = at_dq + token.to(gl.int64) * (H * 128) + key_head * 128
         gl.store(at_row + i_wide[:, None] * (H * 128) + c_wide[None, :], total_q.to(dtype), mask=i_wide[:, None] < rows)
         item = item + step
@@ -183,7 +183,7 @@ def _q_side(
 
 
 @gluon.jit
-def _k_side(
+def k_side(
     kept, ready, signals, aside, sums, at_dk, dbeta, where, HV: gl.constexpr, R: gl.constexpr, GATED: gl.constexpr,
     NORMALIZE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -204,18 +204,18 @@ def _k_side(
     c_wide = gl.arange(0, 128, gl.SliceLayout(0, wide))
     none = gl.zeros([64, 128], gl.float32, wide)
     nothing = gl.zeros([64, 64], gl.float32, square)
-    item, step, count = _items(items)
-    slot, token, rows = _chunk(_within(item, items), bounds, first_slots, slot_texts, t, H, PACKED)
+    item, step, count = program_items(items)
+    slot, token, rows = chunk(within(item, items), bounds, first_slots, slot_texts, t, H, PACKED)
     unit = 0
     for n in range(count):
         stage = n % 2
         key_head = item % H
-        next_slot, next_token, next_rows = _chunk(
-            _within(item + step, items), bounds, first_slots, slot_texts, t, H, PACKED
+        next_slot, next_token, next_rows = chunk(
+            within(item + step, items), bounds, first_slots, slot_texts, t, H, PACKED
         )
         mbarrier.wait(signals.index(KEYS_READY + stage), (n // 2) % 2)
         if NORMALIZE:
-            norm_k = _inverse_norms(kept_k.index(stage), wide, down)
+            norm_k = inverse_norms(kept_k.index(stage), wide, down)
             norm_k_across = gl.convert_layout(norm_k, across)
         total_k = none
         for r in range(R):
@@ -229,9 +229,9 @@ def _k_side(
             mbarrier.wait(ready_S.index(0), turn)
             XS = warpgroup_mma(X, kept_S.index(only), none, use_acc=False, is_async=True)
             mbarrier.wait(ready_factors.index(turn), (unit // 2) % 2)
-            rate_wide = _rates(kept_factors, turn, BETA, wide) * _rates(kept_factors, turn, READ_K, wide) * -1.0
+            rate_wide = rates(kept_factors, turn, BETA, wide) * rates(kept_factors, turn, READ_K, wide) * -1.0
             XS = warpgroup_mma_wait(0, deps=(XS,))
-            _signal(signals, S_READ)
+            signal(signals, S_READ)
             XS = XS * rate_wide
             total_k = total_k + XS
             if GATED:
@@ -239,7 +239,7 @@ def _k_side(
                 total_k, dG = warpgroup_mma_wait(0, deps=(total_k, dG))
             if GATED:
                 D = _decay_between(kept_factors, turn, i, j, square)
-            rate = _column(kept_factors, turn, BETA, down)
+            rate = column(kept_factors, turn, BETA, down)
             only = unit >> 25
             X = kept_X.index(only)
             keys = kept_k.index(stage + only)
@@ -247,7 +247,7 @@ def _k_side(
             mbarrier.wait(signals.index(R_READY), turn)
             XR = warpgroup_mma(X, residual.permute([1, 0]), nothing, use_acc=False, is_async=True)
             XR, total_k = warpgroup_mma_wait(0, deps=(XR, total_k))
-            _signal(signals, X_READ)
+            signal(signals, X_READ)
             own = gl.sum(gl.where(i[:, None] == j[None, :], XR, 0.0), 1)
             XR = gl.where((i[:, None] > j[None, :]) & (i[:, None] < rows), XR, 0.0)
             if NORMALIZE:
@@ -269,11 +269,11 @@ def _k_side(
             compared = gl.convert_layout(aside.index(turn).load(along), down)
             drate = gl.where(is_small, compared - through, own / gl.where(is_small, 1.0, rate))
             gl.store(dbeta + (token + i).to(gl.int64) * HV + head, drate.to(dbeta.dtype.element_ty), mask=i < rows)
-            write = _rates(kept_factors, turn, WRITE, wide)
+            write = rates(kept_factors, turn, WRITE, wide)
             fence_async_shared()
             RdS, total_k = warpgroup_mma_wait(0, deps=(RdS, total_k))
             # All warps see dM from here on, and have read R and dS.
-            _signal(signals, R_FREE)
+            signal(signals, R_FREE)
             only = unit >> 26
             dQK = kept_dQK.index(only)
             dKK = kept_dKK.index(only)
@@ -292,10 +292,10 @@ def _k_side(
                 dlast = gl.sum(written, 0)
                 gl.store(at_sums + 128 + i_wide, dG + gl.where(i_wide == rows - 1, dlast, written * -1.0))
             total_k = warpgroup_mma_wait(0, deps=(total_k,))
-            _signal(signals, DQK_FREE)
+            signal(signals, DQK_FREE)
             unit = unit + 1
         if NORMALIZE:
-            total_k = _through_norm(total_k, kept_k.index(stage), gl.convert_layout(norm_k, along), wide)
+            total_k = through_norm(total_k, kept_k.index(stage), gl.convert_layout(norm_k, along), wide)
         at_row = at_dk + token.to(gl.int64) * (H * 128) + key_head * 128
         gl.store(at_row + i_wide[:, None] * (H * 128) + c_wide[None, :], total_k.to(dtype), mask=i_wide[:, None] < rows)
         item = item + step

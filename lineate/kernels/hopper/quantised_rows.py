@@ -22,8 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from lineate.kernels.hopper.few_rows import _sigmoid
-from lineate.kernels.hopper.parts import barrier
+from lineate.kernels.hopper.parts import barrier, sigmoid
 
 # A word has the codes of columns 0 1 2 3 (4 bits: and 16 17 18 19 in the high halves of its bytes). A register of
 # results has two columns, in the order 0 2, 1 3 (16 18, 17 19). lop3 with 0xea is (a & b) | c, with 0xae (~a & b) | c.
@@ -349,14 +348,14 @@ def multiply_quantised_rows(
     if GATED:
         both: gl.constexpr = gl.BlockedLayout([1, 1, 1, 2], [1, 4, 8, 1], [num_warps, 1, 1, 1], [3, 2, 1, 0])
         gate, up = gl.split(gl.convert_layout(found.reshape([M // 8, 2, 4, R]).permute([0, 2, 3, 1]), both))
-        found = (gate * _sigmoid(gate) * up).reshape([MO, R])
+        found = (gate * sigmoid(gate) * up).reshape([MO, R])
     found = gl.convert_layout(found, along)
     if bias is not None:
         found += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)
     if CHANNELS:
         x0 = found.to(past.dtype.element_ty).to(gl.float32)  # rounded as in the state
         sums += x0 * newest
-        found = gl.where(n < CHANNELS, sums * _sigmoid(sums), x0)
+        found = gl.where(n < CHANNELS, sums * sigmoid(sums), x0)
         gl.store(at + (SIZE - 2), x0.to(past.dtype.element_ty), mask=moves)
         if SIZE > 2:
             gl.store(at + (SIZE - 3), x1.to(past.dtype.element_ty), mask=moves)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lineate.kernels.layers.rows import _sigmoid
+from lineate.kernels.layers.rows import sigmoid
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _before(x, stride, state, row, offset, c, has, AGE: tl.constexpr, SIZE: tl.c
 
 
 @triton.jit
-def _window(x, stride, state, row, offset, c, has, SIZE: tl.constexpr, CHANNELS: tl.constexpr):
+def load_window(x, stride, state, row, offset, c, has, SIZE: tl.constexpr, CHANNELS: tl.constexpr):
     """Load the inputs of age 1, 2 and 3 of the token at x; those that the convolution does not reach are unused."""
     x1 = _before(x, stride, state, row, offset, c, has, 1, SIZE, CHANNELS)
     x2 = x1
@@ -62,7 +62,7 @@ def _window(x, stride, state, row, offset, c, has, SIZE: tl.constexpr, CHANNELS:
 
 
 @triton.jit
-def _weights(weight, c, has, SIZE: tl.constexpr):
+def load_taps(weight, c, has, SIZE: tl.constexpr):
     """Load w by age: `weight` is `channels SIZE`, the oldest first."""
     w0 = tl.load(weight + c * SIZE + (SIZE - 1), mask=has, other=0.0).to(tl.float32)
     w1 = tl.load(weight + c * SIZE + (SIZE - 2), mask=has, other=0.0).to(tl.float32)
@@ -76,7 +76,7 @@ def _weights(weight, c, has, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE: tl.constexpr):
+def weighted_sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE: tl.constexpr):
     """Return u, summed from the oldest input on; fused by hand, so that all kernels have the same bits."""
     u = w1 * x1
     if SIZE == 3:
@@ -88,7 +88,7 @@ def _sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE: tl.constexpr):
 
 @triton.jit
 def _silu_gradient(u):
-    s = _sigmoid(u)
+    s = sigmoid(u)
     return s * (1.0 + u * (1.0 - s))
 
 
@@ -147,8 +147,8 @@ def convolve(
     x += batch * row_stride + first * stride
     y += (batch.to(tl.int64) * t + first) * CHANNELS
     n = tl.minimum(t - first, walk)
-    w0, w1, w2, w3 = _weights(weight, c, has, SIZE)
-    x1, x2, x3 = _window(x, stride, state, row, first - start, c, has, SIZE, CHANNELS)
+    w0, w1, w2, w3 = load_taps(weight, c, has, SIZE)
+    x1, x2, x3 = load_window(x, stride, state, row, first - start, c, has, SIZE, CHANNELS)
     for i in range(0, n, 4):
         rows = _four_rows(x, stride, i, n, c, has)
         for s in tl.static_range(4):
@@ -159,9 +159,9 @@ def convolve(
                     while (token >= end) & (row < texts):  # past empty sequences
                         row += 1
                         start, end = _text(bounds, row, texts, t)
-                    x1, x2, x3 = _window(x + s * stride, stride, state, row, token - start, c, has, SIZE, CHANNELS)
-            u = _sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE)
-            u = u * _sigmoid(u)
+                    x1, x2, x3 = load_window(x + s * stride, stride, state, row, token - start, c, has, SIZE, CHANNELS)
+            u = weighted_sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE)
+            u = u * sigmoid(u)
             if PACKED:
                 u = tl.where((token >= start) & (token < end), u, 0.0)
             tl.store(y + s * CHANNELS + c, u, mask=has & (i + s < n))
@@ -186,18 +186,18 @@ def convolve_one(
     c = (tl.program_id(0) % CHANNEL_BLOCKS) * BC + tl.arange(0, BC)
     has = c < CHANNELS
     x += row * (tl.cast(x_row, tl.int64) * UNIT)
-    x1, x2, x3 = _window(x, 0, state, row, 0, c, has, SIZE, CHANNELS)
-    w0, w1, w2, w3 = _weights(weight, c, has, SIZE)
+    x1, x2, x3 = load_window(x, 0, state, row, 0, c, has, SIZE, CHANNELS)
+    w0, w1, w2, w3 = load_taps(weight, c, has, SIZE)
     if bias is not None:
         shift = tl.load(bias + c, mask=has, other=0.0).to(tl.float32)
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     x0 = tl.load(x + c, mask=has, other=0.0).to(tl.float32)
-    u = _sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE)
+    u = weighted_sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE)
     if bias is not None:
         u += shift
-    tl.store(y + row * CHANNELS + c, u * _sigmoid(u), mask=has)
+    tl.store(y + row * CHANNELS + c, u * sigmoid(u), mask=has)
     tl.debug_barrier()  # every thread has read the data that may be overwritten now
     final += (row * CHANNELS + c) * (SIZE - 1)
     tl.store(final + (SIZE - 2), x0, mask=has)
@@ -222,7 +222,7 @@ def _state_gradient(
     SIZE: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of the SIZE - 1 inputs before a sequence, which its first tokens read."""
-    x1, x2, x3 = _window(x, stride, state, row, 0, c, has, SIZE, CHANNELS)
+    x1, x2, x3 = load_window(x, stride, state, row, 0, c, has, SIZE, CHANNELS)
     d1 = tl.zeros_like(x1)
     d2 = tl.zeros_like(x1)
     d3 = tl.zeros_like(x1)
@@ -230,7 +230,7 @@ def _state_gradient(
         there = has & (i < length)
         x0 = tl.load(x + i * stride + c, mask=there, other=0.0).to(tl.float32)
         du = tl.load(dy + i * dy_stride + c, mask=there, other=0.0).to(tl.float32)
-        du *= _silu_gradient(_sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE))
+        du *= _silu_gradient(weighted_sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE))
         du = tl.where(there, du, 0.0)
         # at token i an input is i older than at the first
         if i == 0:
@@ -283,7 +283,7 @@ def convolve_backward(
     row_stride = tl.cast(x_row, tl.int64) * UNIT
     dy_stride = tl.cast(dy_token, tl.int64) * UNIT
     dy_row_stride = tl.cast(dy_row, tl.int64) * UNIT
-    w0, w1, w2, w3 = _weights(weight, c, has, SIZE)
+    w0, w1, w2, w3 = load_taps(weight, c, has, SIZE)
     if dstate is not None:  # noqa: SIM102 (known when compiling; the next is not)
         if item >= walks:
             row = item - walks
@@ -317,7 +317,7 @@ def convolve_backward(
     dx += (batch.to(tl.int64) * t + first - PAST) * CHANNELS
     n = tl.minimum(t - first, walk)
     seen = tl.minimum(t - first, walk + PAST)
-    x1, x2, x3 = _window(x, stride, state, row, first - start, c, has, SIZE, CHANNELS)
+    x1, x2, x3 = load_window(x, stride, state, row, first - start, c, has, SIZE, CHANNELS)
     # dw by age; and partial sums of dx of the previous token, of the one before that, ...
     dw0 = tl.zeros((BC,), tl.float32)
     dw1 = tl.zeros((BC,), tl.float32)
@@ -338,10 +338,10 @@ def convolve_backward(
                     while (token >= end) & (row < texts):  # past empty sequences
                         row += 1
                         start, end = _text(bounds, row, texts, t)
-                    x1, x2, x3 = _window(x + s * stride, stride, state, row, token - start, c, has, SIZE, CHANNELS)
+                    x1, x2, x3 = load_window(x + s * stride, stride, state, row, token - start, c, has, SIZE, CHANNELS)
                 x0 = tl.where(token >= start, x0, 0.0)
             inside = (token >= start) & (token < end)
-            du *= _silu_gradient(_sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE))
+            du *= _silu_gradient(weighted_sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE))
             du = tl.where(inside, du, 0.0)
             own = tl.where(i + s < n, du, 0.0)
             dw0 = tl.fma(own, x0, dw0)

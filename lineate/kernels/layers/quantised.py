@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lineate.kernels.layers.convolution import _sum, _weights, _window
-from lineate.kernels.layers.rows import _sigmoid
+from lineate.kernels.layers.convolution import load_taps, load_window, weighted_sum
+from lineate.kernels.layers.rows import sigmoid
 
 
 @triton.jit
@@ -111,15 +111,15 @@ def multiply_quantised(
         up = tl.sum(ups, 0)
         if norm is not None:
             up *= scale
-        found *= _sigmoid(found) * up
+        found *= sigmoid(found) * up
     if taps is not None:
         moves = n < CHANNELS
         past += row.to(tl.int64) * (CHANNELS * (SIZE - 1))
-        x1, x2, x3 = _window(past, 0, past, 0, 0, n, moves, SIZE, CHANNELS)
-        w0, w1, w2, w3 = _weights(taps, n, moves, SIZE)
+        x1, x2, x3 = load_window(past, 0, past, 0, 0, n, moves, SIZE, CHANNELS)
+        w0, w1, w2, w3 = load_taps(taps, n, moves, SIZE)
         x0 = found.to(past.dtype.element_ty).to(tl.float32)  # rounded as in the state
-        convolved = _sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE)
-        found = tl.where(moves, convolved * _sigmoid(convolved), x0)
+        convolved = weighted_sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE)
+        found = tl.where(moves, convolved * sigmoid(convolved), x0)
         tl.debug_barrier()  # every thread has read the data that is overwritten now
         past += n * (SIZE - 1)
         tl.store(past + (SIZE - 2), x0, mask=moves)
