@@ -28,12 +28,13 @@ from lineate.kernels.hopper.gradient_sides import (
     S_READ,
     SIGNALS,
     X_READ,
+    begin_items,
+    item_chunk,
     k_side,
-    program_items,
     q_side,
     signal,
 )
-from lineate.kernels.hopper.parts import barrier, chunk, expect, fetch, make_ring, trim, within
+from lineate.kernels.hopper.parts import barrier, expect, fetch, make_ring, trim
 from lineate.kernels.portable.gates import BETA, FACTORS, LAST
 
 
@@ -95,11 +96,9 @@ def _supply(
     states, dstates, doutput, dvalues, v, T, k, q, factors = tiles
     kept_S, kept_dS, kept_dO, kept_X, kept_v, kept_T, kept_k, kept_q, kept_factors, kept_R, kept_dQK, kept_dKK = kept
     ready_S, ready_dS, ready_dO, ready_X, ready_v, ready_T, ready_k, ready_q, ready_factors = ready
-    bounds, first_slots, slot_texts, t, items = where
     H: gl.constexpr = HV // R
     V: gl.constexpr = 128
-    item, step, count = program_items(items)
-    slot, token, rows = chunk(within(item, items), bounds, first_slots, slot_texts, t, H, PACKED)
+    item, step, count, slot, token, rows = begin_items(where, H, PACKED)
     key_head = item % H
     at = slot * HV + key_head * R
     some = count > 0
@@ -126,9 +125,7 @@ def _supply(
         key_head = item % H
         more_items = n + 1 < count
         next_key_head = (item + step) % H
-        next_slot, next_token, next_rows = chunk(
-            within(item + step, items), bounds, first_slots, slot_texts, t, H, PACKED
-        )
+        next_slot, next_token, next_rows = item_chunk(item + step, where, H, PACKED)
         for r in range(R):
             head = key_head * R + r
             turn = unit % 2
