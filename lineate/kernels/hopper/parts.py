@@ -21,6 +21,15 @@ def link(LINK: gl.constexpr):
 
 
 @gluon.jit
+def overlap():
+    """Let the next launch begin, and wait for the previous one (launching.overlapping)."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def fresh(at, there):
     """Load with L1 bypassed, because an earlier launch may have just written these values; allowed before link."""
     return gl.load(at, mask=there, other=0, cache_modifier=".cg")

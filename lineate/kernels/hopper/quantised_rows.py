@@ -22,7 +22,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from lineate.kernels.hopper.parts import barrier, sigmoid
+from lineate.kernels.hopper.parts import barrier, overlap, sigmoid
+from lineate.kernels.hopper.row_convolution import convolve_newest, load_past
 
 # A word has the codes of columns 0 1 2 3 (4 bits: and 16 17 18 19 in the high halves of its bytes). A register of
 # results has two columns, in the order 0 2, 1 3 (16 18, 17 19). lop3 with 0xea is (a & b) | c, with 0xae (~a & b) | c.
@@ -177,15 +178,6 @@ def _fetch_scales(ring, at, first, limit, groups, stage, FP8: gl.constexpr):
 
 
 @gluon.jit
-def _overlap():
-    """Let the next launch begin, and wait for the previous one."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _number(t, tile, TILES: gl.constexpr, GATED: gl.constexpr):
     """Return which tile after `tile` a program's tile t is; a missing one is the last tile, and is not stored."""
     if GATED:  # tile 2p is a gate, tile 2p+1 its factor
@@ -232,7 +224,7 @@ def multiply_quantised_rows(
     if experts is not None:
         pair = gl.program_id(1)
         if OVERLAP:
-            _overlap()
+            overlap()
         expert = gl.load(experts + pair).to(gl.int64) * ((2 if GATED else 1) * TILES)
         codes += expert * (G * WORDS)
         scales += expert * SCALES
@@ -278,19 +270,9 @@ def multiply_quantised_rows(
     if norm is not None:
         factor = gl.load(norm + k, mask=k < K, other=0.0).to(gl.float32) + SHIFT
     if CHANNELS:
-        moves = (n < CHANNELS) & (r < rows)
-        at = past + (r * CHANNELS + n) * (SIZE - 1)
-        x1 = gl.load(at + (SIZE - 2), mask=moves, other=0.0).to(gl.float32)
-        sums = x1 * gl.load(taps + n * SIZE + (SIZE - 2), mask=n < CHANNELS, other=0.0).to(gl.float32)
-        if SIZE > 2:
-            x2 = gl.load(at + (SIZE - 3), mask=moves, other=0.0).to(gl.float32)
-            sums += x2 * gl.load(taps + n * SIZE + (SIZE - 3), mask=n < CHANNELS, other=0.0).to(gl.float32)
-        if SIZE > 3:
-            x3 = gl.load(at, mask=moves, other=0.0).to(gl.float32)
-            sums += x3 * gl.load(taps + n * SIZE, mask=n < CHANNELS, other=0.0).to(gl.float32)
-        newest = gl.load(taps + n * SIZE + (SIZE - 1), mask=n < CHANNELS, other=0.0).to(gl.float32)
+        moves, at, x1, x2, sums, newest = load_past(past, taps, n, r, rows, CHANNELS, SIZE)
     if OVERLAP and experts is None:
-        _overlap()
+        overlap()
 
     if ONE:
         row = gl.load(x + k, mask=k < limit * 32, other=0.0).to(gl.float32)
@@ -353,14 +335,7 @@ def multiply_quantised_rows(
     if bias is not None:
         found += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)
     if CHANNELS:
-        x0 = found.to(past.dtype.element_ty).to(gl.float32)  # rounded as in the state
-        sums += x0 * newest
-        found = gl.where(n < CHANNELS, sums * sigmoid(sums), x0)
-        gl.store(at + (SIZE - 2), x0.to(past.dtype.element_ty), mask=moves)
-        if SIZE > 2:
-            gl.store(at + (SIZE - 3), x1.to(past.dtype.element_ty), mask=moves)
-        if SIZE > 3:
-            gl.store(at, x2.to(past.dtype.element_ty), mask=moves)
+        found = convolve_newest(found, past, n, moves, at, x1, x2, sums, newest, CHANNELS, SIZE)
     if residual is not None:
         found += added
     gl.store(y + (part * rows + r) * N + n, found.to(y.dtype.element_ty), mask=has)
