@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lineate.kernels.launching import ceil_div, is_hopper, next_power, overlap_options, start
 from lineate.kernels.layers import rows as kernels
-from lineate.kernels.layers.convolution import load_taps, load_window, weighted_sum
+from lineate.kernels.layers.convolution_parts import convolve_first, load_taps, load_window
 from lineate.kernels.layers.ops import KERNEL_DTYPES, SIZES
 from lineate.kernels.layers.rows import sigmoid
 from lineate.torch_ops.tracing import PLAIN_TENSORS
@@ -72,16 +72,7 @@ def multiply_one(
     if GATED:
         found *= sigmoid(found) * tl.sum(u.to(tl.float32) * row[None, :], 1)
     if taps is not None:
-        x0 = found.to(past.dtype.element_ty).to(tl.float32)  # rounded as in the state
-        convolved = weighted_sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE)
-        found = tl.where(moves, convolved * sigmoid(convolved), x0)
-        tl.debug_barrier()  # every thread has read the data that is overwritten now
-        past += n * (SIZE - 1)
-        tl.store(past + (SIZE - 2), x0, mask=moves)
-        if SIZE > 2:
-            tl.store(past + (SIZE - 3), x1, mask=moves)
-        if SIZE > 3:
-            tl.store(past, x2, mask=moves)
+        found = convolve_first(found, past, n, moves, x1, x2, x3, w0, w1, w2, w3, SIZE)
     if residual is not None:
         found += added
     tl.store(y + n, found, mask=has)
