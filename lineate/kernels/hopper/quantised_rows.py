@@ -18,6 +18,8 @@ exponent and digits, make one that is a power of 2 smaller.
 A program adds the sums of its warps in a fixed order, and no row of x changes the bits of another.
 """
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -81,19 +83,19 @@ _EIGHT = gl.constexpr("=r,=r,r,r,r,r")
 
 
 @gluon.constexpr_function
-def _steps(count, dim, rank, unit=1):
+def _steps(count: int, dim: int, rank: int, unit: int = 1) -> list[list[int]]:
     """Return the bases of `count` positions along a dimension, with stride `unit`."""
     return [[unit * 2**i if d == dim else 0 for d in range(rank)] for i in range((count - 1).bit_length())]
 
 
 @gluon.constexpr_function
-def _power(n):
+def _power(n: int) -> int:
     """Return the least power of two that is not less than n."""
     return 1 << (n - 1).bit_length()
 
 
 @gluon.constexpr_function
-def _code_layout(groups, tiles, steps, columns, WK, WM):
+def _code_layout(groups: int, tiles: int, steps: int, columns: int, WK: int, WM: int) -> Any:
     """Return the layout of codes `groups tiles steps 16 columns` as the left operand, 4 rows of a tile in a thread."""
     registers = [
         *_steps(columns, 4, 5),
@@ -107,7 +109,7 @@ def _code_layout(groups, tiles, steps, columns, WK, WM):
 
 
 @gluon.constexpr_function
-def _scale_layout(groups, tiles, WK, WM):
+def _scale_layout(groups: int, tiles: int, WK: int, WM: int) -> Any:
     """Return the layout of scales `groups tiles 16` that matches the sums of their rows."""
     registers = [*_steps(4, 2, 3), *_steps(groups // WK, 0, 3, WK)]
     lanes = [[0, 0, 0], [0, 0, 0], *_steps(4, 2, 3, 4), *_steps(2, 1, 3)]
@@ -116,7 +118,7 @@ def _scale_layout(groups, tiles, WK, WM):
 
 
 @gluon.constexpr_function
-def _row_layout(groups, rows, WK, WM):
+def _row_layout(groups: int, rows: int, WK: int, WM: int) -> Any:
     """Return the layout of x `groups rows 32` as the right operand."""
     registers = [*_steps(4, 2, 3), [0, 0, 16], *_steps(rows // 8, 1, 3, 8), *_steps(groups // WK, 0, 3, WK)]
     lanes = [*_steps(4, 2, 3, 4), *_steps(8, 1, 3)]
@@ -125,7 +127,7 @@ def _row_layout(groups, rows, WK, WM):
 
 
 @gluon.constexpr_function
-def _along(dim, layout):
+def _along(dim: int, layout: Any) -> tuple[Any, list[int]]:
     """Return the layout of a vector along one dimension of a tensor, and the other dimensions."""
     others = [d for d in range(layout.rank) if d != dim]
     for d in reversed(others):
