@@ -222,6 +222,39 @@ def imports_between_tests() -> set[str]:
     return found
 
 
+def is_typed(node: ast.FunctionDef) -> bool:
+    """Whether a function names the types of its result and of all parameters but self and cls, or takes torch's ctx."""
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
+    given = [x for x in arguments if x is not None and x.arg not in ("self", "cls")]
+    typed = node.returns is not None and all(x.annotation is not None for x in given)
+    return typed or any(x.arg == "ctx" for x in given)  # whose lines tell mypy to ignore them
+
+
+def untyped_launches() -> set[str]:
+    """Return the functions beside kernels that name no types; mypy demands none there (pyproject.toml)."""
+    return {
+        f"{module}.{node.name}"
+        for module in sources()
+        if module.startswith("lineate.kernels.")
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.FunctionDef) and not is_typed(node)
+        if not any("jit" in ast.unparse(x) for x in node.decorator_list)
+    }
+
+
+def private_helpers() -> set[str]:
+    """Return the names with a leading underscore that a module of the kernels imports from another one."""
+    return {
+        f"{module} imports {alias.name} of {node.module}"
+        for module in sources()
+        if module.startswith("lineate.kernels.")
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lineate.kernels.")
+        for alias in node.names
+        if alias.name.startswith("_")
+    }
+
+
 CHECKS = {
     "circles": circles,
     "direction": wrong_directions,
@@ -229,6 +262,8 @@ CHECKS = {
     "parameters": long_signatures,
     "docstrings": docstrings_without_a_verb,
     "letters": mixer_tables,
+    "types": untyped_launches,
+    "private helpers": private_helpers,
     "tests": long_tests,
     "test imports": imports_between_tests,
 }

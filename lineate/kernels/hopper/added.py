@@ -18,18 +18,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lineate.kernels.hopper.parts import (
-    _chunk,
-    _expect,
-    _factor,
-    _fetch,
-    _inverse_norms,
-    _rates,
-    _ring,
-    _store_rows,
-    _through_norm,
-    _trim,
-    _within,
     barrier,
+    chunk,
+    expect,
+    factor,
+    fetch,
+    inverse_norms,
+    make_ring,
+    rates,
+    store_rows,
+    through_norm,
+    trim,
+    within,
 )
 from lineate.kernels.portable.gates import COARSE, FACTORS, FINE, LAST, READ_Q, WRITE
 
@@ -54,7 +54,7 @@ def _unit(
 ):  # fmt: skip
     """Return the first token, value head and state index of a program's unit u, and whether that unit exists."""
     item = item + u // R * step
-    slot, token, _ = _chunk(_within(item, items), bounds, first_slots, slot_texts, t, HV // R, PACKED)
+    slot, token, _ = chunk(within(item, items), bounds, first_slots, slot_texts, t, HV // R, PACKED)
     head = item % (HV // R) * R + u % R
     return token, head, slot * HV + head, item < items
 
@@ -85,13 +85,13 @@ def added_gradients(
     down: gl.constexpr = gl.SliceLayout(1, square)
     across: gl.constexpr = gl.SliceLayout(0, square)
 
-    kept_S, ready_S = _ring(states, 2)
-    kept_dO, ready_dO = _ring(doutput, 2)
-    kept_q, ready_q = _ring(q, 2)
-    kept_k, ready_k = _ring(k, 2)
-    kept_factors, ready_factors = _ring(factors, 2)
-    kept_v, ready_v = _ring(v, 1)
-    kept_dS, ready_dS = _ring(dstates, 1)
+    kept_S, ready_S = make_ring(states, 2)
+    kept_dO, ready_dO = make_ring(doutput, 2)
+    kept_q, ready_q = make_ring(q, 2)
+    kept_k, ready_k = make_ring(k, 2)
+    kept_factors, ready_factors = make_ring(factors, 2)
+    kept_v, ready_v = make_ring(v, 1)
+    kept_dS, ready_dS = make_ring(dstates, 1)
     dQK_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     kept_dQK = gl.allocate_shared_memory(dtype, [1, 64, 64], dQK_layout)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -107,24 +107,24 @@ def added_gradients(
         slots = gl.load(first_slots + texts).to(gl.int32)
     items = slots * H
     count = gl.maximum((items - item + step - 1) // step, 0)
-    slot, token, rows = _chunk(_within(item, items), bounds, first_slots, slot_texts, t, H, PACKED)
+    slot, token, rows = chunk(within(item, items), bounds, first_slots, slot_texts, t, H, PACKED)
     some = count > 0
     key_head = item % H
     at = slot * HV + key_head * R  # index of the current unit
     token1, head1, at1, more1 = _unit(1, first_item, step, items, bounds, first_slots, slot_texts, t, HV, R, PACKED)
-    _expect((k, q, v, dstates), (ready_k, ready_q, ready_v, ready_dS), 0, some)
-    _expect((states, doutput, factors), (ready_S, ready_dO, ready_factors), 0, some)
-    _expect((states, doutput, factors), (ready_S, ready_dO, ready_factors), 1, more1)
+    expect((k, q, v, dstates), (ready_k, ready_q, ready_v, ready_dS), 0, some)
+    expect((states, doutput, factors), (ready_S, ready_dO, ready_factors), 0, some)
+    expect((states, doutput, factors), (ready_S, ready_dO, ready_factors), 1, more1)
     barrier()
-    _fetch(
+    fetch(
         (doutput, states, factors), (kept_dO, kept_S, kept_factors), (ready_dO, ready_S, ready_factors),
         ((token, key_head * R * V), (at * V, 0), (at * FACTORS, 0)), 0, some,
     )  # fmt: skip
-    _fetch(
+    fetch(
         (v, k, q, dstates), (kept_v, kept_k, kept_q, kept_dS), (ready_v, ready_k, ready_q, ready_dS),
         ((token, key_head * R * head_v), (token, key_head * head_k), (token, key_head * head_q), (at * V, 0)), 0, some,
     )  # fmt: skip
-    _fetch(
+    fetch(
         (doutput, states, factors), (kept_dO, kept_S, kept_factors), (ready_dO, ready_S, ready_factors),
         ((token1, head1 * V), (at1 * V, 0), (at1 * FACTORS, 0)), 1, more1,
     )  # fmt: skip
@@ -143,20 +143,20 @@ def added_gradients(
         more_items = n + 1 < count
         next_item = item + step
         next_key_head = next_item % H
-        next_slot, next_token, next_rows = _chunk(
-            _within(next_item, items), bounds, first_slots, slot_texts, t, H, PACKED
+        next_slot, next_token, next_rows = chunk(
+            within(next_item, items), bounds, first_slots, slot_texts, t, H, PACKED
         )
         mbarrier.wait(ready_k.index(stage), turn_qk)
         mbarrier.wait(ready_q.index(stage), turn_qk)
         partial = rows < 64
         if partial:
-            _trim(kept_k, ready_k, stage, turn_qk, rows)
-            _trim(kept_q, ready_q, stage, turn_qk, rows)
+            trim(kept_k, ready_k, stage, turn_qk, rows)
+            trim(kept_q, ready_q, stage, turn_qk, rows)
             fence_async_shared()
             barrier()
         if NORMALIZE:
-            norm_q = _inverse_norms(kept_q.index(stage), wide, down)
-            norm_k = _inverse_norms(kept_k.index(stage), wide, down)
+            norm_q = inverse_norms(kept_q.index(stage), wide, down)
+            norm_k = inverse_norms(kept_k.index(stage), wide, down)
             norm_k_across = gl.convert_layout(norm_k, across)
         total_q = none
         total_k = none
@@ -172,8 +172,8 @@ def added_gradients(
                 unit + 2, first_item, step, items, bounds, first_slots, slot_texts, t, HV, R, PACKED
             )
             if partial:
-                _trim(kept_dO, ready_dO, turn, turn2, rows)
-                _trim(kept_v, ready_v, 0, turn, rows)
+                trim(kept_dO, ready_dO, turn, turn2, rows)
+                trim(kept_v, ready_v, 0, turn, rows)
                 fence_async_shared()
                 barrier()
             # Always 0, but the compiler cannot know it; with a constant it would keep the addresses of all operands, in
@@ -199,8 +199,8 @@ def added_gradients(
             mbarrier.wait(ready_factors.index(turn), turn2)
             lower = i[:, None] >= j[None, :]
             if GATED:
-                between = _rates(kept_factors, turn, COARSE, square) - _factor(kept_factors, turn, COARSE, square)
-                fine = _rates(kept_factors, turn, FINE, square) - _factor(kept_factors, turn, FINE, square)
+                between = rates(kept_factors, turn, COARSE, square) - factor(kept_factors, turn, COARSE, square)
+                fine = rates(kept_factors, turn, FINE, square) - factor(kept_factors, turn, FINE, square)
                 D = gl.exp(gl.where(lower, between + fine, float("-inf"))) * scale
             else:
                 D = gl.where(lower, scale, nothing)
@@ -226,12 +226,12 @@ def added_gradients(
                     SdS = SdS + each * _quarter(dS, x).load(square).to(gl.float32)
                 aside_kept.store(_halves(SdS, halves))
             OS, VdS = warpgroup_mma_wait(1, deps=(OS, VdS))
-            OS = OS * _rates(kept_factors, turn, READ_Q, wide)
+            OS = OS * rates(kept_factors, turn, READ_Q, wide)
             total_q = total_q + OS
             if GATED:
                 aside_dG.store(dG + _halves(queries.load(wide).to(gl.float32) * OS, halves))
             VdS, total_q = warpgroup_mma_wait(0, deps=(VdS, total_q))
-            VdS = VdS * _rates(kept_factors, turn, WRITE, wide)
+            VdS = VdS * rates(kept_factors, turn, WRITE, wide)
             total_k = total_k + VdS
             if GATED:
                 written = _halves(keys.load(wide).to(gl.float32) * VdS, halves)
@@ -242,9 +242,9 @@ def added_gradients(
                 gl.store(at_sums + half * 64 + row, dG)
             tma.store_wait(0)  # dq and dk of the previous item have left the buffers of q and k
             first = (r == 0) & more_items
-            _expect((states, doutput, factors), (ready_S, ready_dO, ready_factors), turn, more2)
-            _expect((dstates, v), (ready_dS, ready_v), 0, more)
-            _expect((k, q), (ready_k, ready_q), 1 - stage, first)
+            expect((states, doutput, factors), (ready_S, ready_dO, ready_factors), turn, more2)
+            expect((dstates, v), (ready_dS, ready_v), 0, more)
+            expect((k, q), (ready_k, ready_q), 1 - stage, first)
             barrier()
             # All warps see dP from here on, and have read S, dS, dO and v.
             only = unit >> 25
@@ -253,15 +253,15 @@ def added_gradients(
             queries = kept_q.index(stage + only)
             total_q = warpgroup_mma(dQK, keys, total_q, is_async=True)
             total_k = warpgroup_mma(dQK.permute([1, 0]), queries, total_k, is_async=True)
-            _fetch(
+            fetch(
                 (v, dstates), (kept_v, kept_dS), (ready_v, ready_dS),
                 ((to_token, to_head * head_v), (to_at * V, 0)), 0, more,
             )  # fmt: skip
-            _fetch(
+            fetch(
                 (k, q), (kept_k, kept_q), (ready_k, ready_q),
                 ((next_token, next_key_head * head_k), (next_token, next_key_head * head_q)), 1 - stage, first,
             )  # fmt: skip
-            _fetch(
+            fetch(
                 (doutput, states, factors), (kept_dO, kept_S, kept_factors), (ready_dO, ready_S, ready_factors),
                 ((token2, head2 * V), (at2 * V, 0), (at2 * FACTORS, 0)), turn, more2,
             )  # fmt: skip
@@ -271,8 +271,8 @@ def added_gradients(
         keys = kept_k.index(stage)
         queries = kept_q.index(stage)
         if NORMALIZE:
-            total_q = _through_norm(total_q, queries, gl.convert_layout(norm_q, along), wide)
-            total_k = _through_norm(total_k, keys, gl.convert_layout(norm_k, along), wide)
+            total_q = through_norm(total_q, queries, gl.convert_layout(norm_q, along), wide)
+            total_k = through_norm(total_k, keys, gl.convert_layout(norm_k, along), wide)
         barrier()  # all warps have read q and k, whose buffers take dq and dk
         queries.store(total_q.to(dtype))
         keys.store(total_k.to(dtype))
@@ -283,8 +283,8 @@ def added_gradients(
         tma.async_copy_shared_to_global(dk, [place, key_head * K], keys)
         if partial:
             at_row = token.to(gl.int64) * (H * K) + key_head * K
-            _store_rows(queries, at_dq + at_row, H * K, rows)
-            _store_rows(keys, at_dk + at_row, H * K, rows)
+            store_rows(queries, at_dq + at_row, H * K, rows)
+            store_rows(keys, at_dk + at_row, H * K, rows)
             barrier()
         item = next_item
         token = next_token

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.hopper.parts import _fresh, _link, _upcoming, barrier
+from lineate.kernels.hopper.parts import barrier, fresh, link, next_buffer
 
 
 @gluon.jit
@@ -43,10 +43,10 @@ def chain(
         begins = gl.load(first_cuts + text, mask=text >= 0, other=-1, cache_modifier=".cg") == near
         text = gl.max(gl.where(begins, text, -1), 0)
         if text < 0:
-            _link(LINK)
+            link(LINK)
             return
-        cut = _fresh(first_cuts + text, True)
-        cuts = _fresh(first_cuts + text + 1, True) - cut
+        cut = fresh(first_cuts + text, True)
+        cuts = fresh(first_cuts + text + 1, True) - cut
     else:
         cuts = segments - 1
         cut = part * cuts
@@ -60,7 +60,7 @@ def chain(
         mbarrier.init(ready.index(s), count=1)
     fence_async_shared()
     barrier()
-    _link(LINK)  # (find_slots, which finds the cuts, is at least two launches before this one)
+    link(LINK)  # (find_slots, which finds the cuts, is at least two launches before this one)
 
     entry = cut * HV + head
     for s in gl.static_range(STAGES):
@@ -101,4 +101,4 @@ def chain(
         S = warpgroup_mma_wait(0, deps=(S, A_high, A_low))[0]
         B = next_B
         gl.store(left_at + entry.to(gl.int64) * (K * V), S)
-        stage, phase = _upcoming(stage, phase, STAGES)
+        stage, phase = next_buffer(stage, phase, STAGES)

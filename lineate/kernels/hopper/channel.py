@@ -31,26 +31,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lineate.kernels.hopper.channel_parts import (
-    _add,
-    _ask,
-    _bounds,
-    _cube,
-    _decay_of_gate,
-    _diagonal,
-    _flat,
-    _opaque,
-    _reciprocal,
-    _zero_below,
+    add,
+    as_cube,
+    as_flat,
+    ask,
+    diagonal_entries,
+    log2_decay_of_gate,
+    opaque,
+    reciprocal,
+    unit_bounds,
+    zero_below,
 )
-from lineate.kernels.hopper.parts import _exp2, _link, barrier
+from lineate.kernels.hopper.parts import barrier, exp2, link, sigmoid
 from lineate.kernels.portable.channel import BF16_LIMIT
 from lineate.kernels.portable.gates import FLOOR, LOG2E
 from lineate.kernels.portable.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
-
-
-@gluon.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + gl.exp(-x))
 
 
 @gluon.jit
@@ -106,44 +101,44 @@ def _half_chunk(
     xs = gl.arange(0, 64, gl.SliceLayout(0, line))[None, :]
     there = r < (rows - b * 16)[:, None, :]
     at = (b * (16 * row_stride) + xs)[:, None, :]  # a block's first row; the other rows lie at constant offsets
-    d = _cube(tile_g.load(flat).to(gl.float32), cube)
+    d = as_cube(tile_g.load(flat).to(gl.float32), cube)
     if RAW:
         if BIAS:
             d += gl.load(bias + xs).to(gl.float32)[:, None, :]
-        d = gl.where(there, _decay_of_gate(d, speed, lower_bound), 0.0)
+        d = gl.where(there, log2_decay_of_gate(d, speed, lower_bound), 0.0)
     else:
         d = d * LOG2E
     d = gl.where(d <= 0.0, gl.maximum(d, FLOOR * LOG2E), float("nan"))  # as `allowed` of gates.py does
     first = gl.sum(gl.where(r == 0, d, -0.0), 1)  # (adding -0.0 costs no instruction)
-    W = gl.associative_scan(gl.where(r == 0, 0.0, d), 1, _add)
+    W = gl.associative_scan(gl.where(r == 0, 0.0, d), 1, add)
     inside = gl.sum(gl.where(r == 15, W, -0.0), 1)
     # The decay of the other blocks.
     board = tile_Z4._reinterpret(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     board.store(first + inside)
-    F = _exp2(W)
+    F = exp2(W)
     B0 = board.slice(0, 1, 0).load(line)
     B1 = board.slice(1, 1, 0).load(line)
     B2 = board.slice(2, 1, 0).load(line)
     B3 = board.slice(3, 1, 0).load(line)
-    ea = _exp2(first)
-    el = _exp2(inside)  # k 2^E = Z el
+    ea = exp2(first)
+    el = exp2(inside)  # k 2^E = Z el
     before = gl.where(b > 0, B0, 0.0) + gl.where(b > 1, B1, 0.0) + gl.where(b > 2, B2, 0.0)
     behind = gl.where(b < 3, B3, 0.0) + gl.where(b < 2, B2, 0.0) + gl.where(b < 1, B1, 0.0)
-    up = ea * _exp2(before)
-    down = el * _exp2(behind)
-    middle = _exp2(gl.where(b == 0, B1, gl.where(b == 3, B2, 0.0)))
-    gl.store(ends + xs, _exp2(B0 + B1 + B2 + B3))
+    up = ea * exp2(before)
+    down = el * exp2(behind)
+    middle = exp2(gl.where(b == 0, B1, gl.where(b == 3, B2, 0.0)))
+    gl.store(ends + xs, exp2(B0 + B1 + B2 + B3))
     even = ((b & 1) == 0)[:, None, :]
     early = (b < 2)[:, None, :]
     f4 = gl.where((b & 1) == 0, el, ea)[:, None, :]
     f5 = (gl.where(b < 2, el, ea) * middle)[:, None, :]
-    k = _cube(tile_k.load(flat).to(gl.float32), cube)
-    Z = k * _reciprocal(F)
-    tile_Z.store(_flat(Z.to(gl.bfloat16), flat))
+    k = as_cube(tile_k.load(flat).to(gl.float32), cube)
+    Z = k * reciprocal(F)
+    tile_Z.store(as_flat(Z.to(gl.bfloat16), flat))
     Yk = Z  # used if keys only write: their products as readers are never read
     if CORRECTS:
         Yk = k * F
-        tile_Yk.store(_flat(Yk.to(gl.bfloat16), flat))
+        tile_Yk.store(as_flat(Yk.to(gl.bfloat16), flat))
         kr = Yk * up[:, None, :]
     kw = Z * down[:, None, :]
     if NORMALIZE:
@@ -154,18 +149,18 @@ def _half_chunk(
     if CORRECTS:
         gl.store(Kr + at + r * row_stride, kr.to(gl.bfloat16), mask=there)
     gl.store(Kw + at + r * row_stride, kw.to(gl.bfloat16), mask=there)
-    tile_Z4.store(_flat((gl.where(even, Z, Yk) * f4).to(gl.bfloat16), flat))
-    tile_k.store(_flat((gl.where(early, Z, Yk) * f5).to(gl.bfloat16), flat))
-    Y = _cube(tile_q.load(flat).to(gl.float32), cube) * F
-    tile_Y.store(_flat(Y.to(gl.bfloat16), flat))
+    tile_Z4.store(as_flat((gl.where(even, Z, Yk) * f4).to(gl.bfloat16), flat))
+    tile_k.store(as_flat((gl.where(early, Z, Yk) * f5).to(gl.bfloat16), flat))
+    Y = as_cube(tile_q.load(flat).to(gl.float32), cube) * F
+    tile_Y.store(as_flat(Y.to(gl.bfloat16), flat))
     if NORMALIZE:
         nq = _by_block(norm_q, flat, cube)
         qr = Y * up[:, None, :] * nq
     else:
         qr = Y * (up * scale)[:, None, :]
     gl.store(Qr + at + r * row_stride, qr.to(gl.bfloat16), mask=there)
-    tile_Y4.store(_flat((Y * f4).to(gl.bfloat16), flat))
-    tile_q.store(_flat((Y * f5).to(gl.bfloat16), flat))
+    tile_Y4.store(as_flat((Y * f4).to(gl.bfloat16), flat))
+    tile_q.store(as_flat((Y * f5).to(gl.bfloat16), flat))
     return gl.sum(gl.where(W >= -BF16_LIMIT, 1, 0), 1)  # W never rises from row to row
 
 
@@ -243,14 +238,14 @@ def channel_scores(
     fence_async_shared()
     barrier()
 
-    _link(LINK)
+    link(LINK)
     u = gl.program_id(0)
-    start, rows, head = _bounds(u, bounds, first_slots, slot_texts, t, HV, PACKED)
+    start, rows, head = unit_bounds(u, bounds, first_slots, slot_texts, t, HV, PACKED)
     cq = head // R * head_q
     ck = head // R * head_k
     cg = head * K
     places = ((start, ck), (start, ck + 64), (start, cq), (start, cq + 64), (start, cg), (start, cg + 64))
-    _ask(sources, places, tiles, ready, u < units)
+    ask(sources, places, tiles, ready, u < units)
     given_beta, given_A = _load_gates(beta, A_log, start, rows, head, gl.arange(0, 64, row), HV, CORRECTS, RAW)
 
     j = gl.arange(0, 64, gl.SliceLayout(0, acc))[None, :]
@@ -277,7 +272,7 @@ def channel_scores(
         V0 = all_U0.index(zero + 1)
         V1 = all_U1.index(zero + 1)
         tiles = (k0, k1, q0, q1, g0, g1)
-        i1 = _opaque(gl.arange(0, 64, row))
+        i1 = opaque(gl.arange(0, 64, row))
         i = i1[:, None]
         token = start.to(gl.int64)
         rate = gl.where(i1 < rows, 1.0, 0.0)
@@ -287,13 +282,13 @@ def channel_scores(
         if RAW and A_log is not None:
             speed = gl.exp(given_A.to(gl.float32))
         if RAW_BETA:
-            rate = gl.where(i1 < rows, beta_scale * _sigmoid(rate), 0.0)
+            rate = gl.where(i1 < rows, beta_scale * sigmoid(rate), 0.0)
         for x in gl.static_range(len(ready)):
             mbarrier.wait(ready[x], phase)
         phase ^= 1
         if rows < 64:  # the rows below are another sequence's
             for x in gl.static_range(len(tiles)):
-                _zero_below(tiles[x], rows, flat)
+                zero_below(tiles[x], rows, flat)
             fence_async_shared()
             barrier()
         norm_q = gl.full([64], 0.0, gl.float32, row) + scale
@@ -302,8 +297,8 @@ def channel_scores(
             qq = _gram(q0, q1, q0, q1, none)
             kk = _gram(k0, k1, k0, k1, none)
             qq, kk = warpgroup_mma_wait(0, deps=(qq, kk))
-            norm_q = scale * gl.rsqrt(_diagonal(qq, acc) + 1e-6)
-            norm_k = gl.rsqrt(_diagonal(kk, acc) + 1e-6)
+            norm_q = scale * gl.rsqrt(diagonal_entries(qq, acc) + 1e-6)
+            norm_k = gl.rsqrt(diagonal_entries(kk, acc) + 1e-6)
             if KEEP:
                 at_norm = norms + u.to(gl.int64) * 128 + i1
                 gl.store(at_norm, norm_q)
@@ -339,7 +334,7 @@ def channel_scores(
         own = blocks == 0
         far = blocks > 1
         if CORRECTS:
-            squares = _diagonal(Ad, acc)
+            squares = diagonal_entries(Ad, acc)
             A = gl.where(i > j, gl.where(own, Ad, gl.where(far, A5, A4)), 0.0)
             A, squares = warpgroup_mma_wait(0, deps=(A, squares))  # (fewer registers than with all six in flight)
         Pd = _gram(Y0, Y1, Z0, Z1, none)
@@ -363,7 +358,7 @@ def channel_scores(
         barrier()  # all warps' products have read the operands
         upcoming = u + gl.num_programs(0)
         more = upcoming < units
-        start, rows, next_head = _bounds(
+        start, rows, next_head = unit_bounds(
             gl.where(more, upcoming, u), bounds, first_slots, slot_texts, t, HV, PACKED
         )  # fmt: skip
         head = next_head
@@ -371,7 +366,7 @@ def channel_scores(
         ck = head // R * head_k
         cg = head * K
         places = ((start, ck), (start, ck + 64), (start, cq), (start, cq + 64), (start, cg), (start, cg + 64))
-        _ask(sources, places, tiles, ready, more)
+        ask(sources, places, tiles, ready, more)
         given_beta, given_A = _load_gates(beta, A_log, start, rows, head, i1, HV, CORRECTS, RAW)
         Y0.store(scores.to(gl.bfloat16))
         if CORRECTS:
@@ -390,7 +385,7 @@ def channel_scores(
             right: gl.constexpr = gl.DotOperandLayout(1, small, 2)
             Ba = gl.convert_layout(gl.permute(diagonal_t.to(gl.float16), [0, 2, 1]), right)
             Bt = gl.convert_layout(gl.permute(diagonal.to(gl.float16), [0, 2, 1]), right)
-            bi = _opaque(gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, small))))[None, :, None]
+            bi = opaque(gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, small))))[None, :, None]
             apart = bi ^ gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, small)))[None, None, :]
             X = gl.where(apart == 0, 1.0, gl.where(apart == 1, -diagonal, 0.0))
             Xt = gl.where(apart == 0, 1.0, gl.where(apart == 1, -diagonal_t, 0.0))

@@ -1,4 +1,4 @@
-"""The channel_state_gradients and channel_gradients of portable/channel.py in one kernel for Hopper (sm_90), in Gluon.
+"""The last two kernels of portable/channel_gradients.py in one kernel for Hopper (sm_90), in Gluon.
 
 A unit is a chunk, a value head and 64 of its key channels. Blocks have 16 rows; W and F = 2^W are as in channel.py: W
 is the decay (log2) from the block's first row a on, that row's own decay not counted. A row's reads are F times those
@@ -15,7 +15,7 @@ P_b is the columns of block b of dP, and P_b^T the transpose of its rows. The di
 added separately. Rules that only accumulate have no M and no ak, and their R is V. dlog_decay_r is the sum of the reads
 of rows >= r, minus the writes of rows >= r that the chunk reads, plus the writes of rows < r to the state, plus S.dS
 e^{G_c}: one running sum in registers. Pairs of rows >= r cancel in it, so reads and writes are computed with the same
-rounded factors: Yq aq + Yk ak - Z aw (see portable/channel.py).
+rounded factors: Yq aq + Yk ak - Z aw (see portable/channel_gradients.py).
 
 A unit with a row whose 1 / F is too large is marked in wild `slot hv 2`; the two Triton kernels recompute it.
 """
@@ -26,36 +26,96 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.hopper.channel_parts import (
-    _add,
-    _ask,
-    _bounds,
-    _by_rows,
-    _columns,
-    _cube,
-    _decay_of_gate,
-    _diagonal,
-    _flat,
-    _log2,
-    _numbers,
-    _opaque,
-    _opened,
-    _reciprocal,
-    _rounded,
-    _rows,
-    _scale,
-    _stack2,
-    _stack8,
-    _turned,
-    _zero_below,
+from lineate.kernels.hopper.channel_gradient_parts import (
+    ACC,
+    CUBE,
+    FLAT,
+    LINE,
+    K,
+    block_decays,
+    clear_diagonal,
+    fill_board,
+    gate_gradients,
+    make_tiles,
+    pair_products,
+    start_state_products,
+    store_row_gradients,
+    sum_over_rows,
 )
-from lineate.kernels.hopper.parts import _exp2, barrier
+from lineate.kernels.hopper.channel_parts import as_cube, ask, unit_bounds, zero_below
+from lineate.kernels.hopper.parts import barrier
 from lineate.kernels.portable.channel import BF16_LIMIT
-from lineate.kernels.portable.gates import FLOOR, LOG2E
+
+
+@gluon.jit
+def _new_barrier():
+    return gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def _new_barriers():
+    """Allocate the barriers of the five tiles."""
+    S = _new_barrier()
+    dS = _new_barrier()
+    dO = _new_barrier()
+    dE = _new_barrier()
+    R = _new_barrier()
+    return S, dO, R, dS, dE
+
+
+@gluon.jit
+def _state_places(at_S, channel, start, at_V, at_R, FIRST: gl.constexpr):
+    """Return the places of the five tiles, whose value columns begin with FIRST."""
+    memory = (at_S + FIRST, channel)
+    values = (start, at_V + FIRST)
+    return memory, values, (start, at_R + FIRST), memory, values
+
+
+@gluon.jit
+def _row_places(start, head, channel, head_q, head_k, R: gl.constexpr, TMA_GATES: gl.constexpr):
+    """Return the places of the tiles of the gates (with TMA_GATES), k and q."""
+    cq = head // R * head_q + channel
+    ck = head // R * head_k + channel
+    places = ((start, ck), (start, cq))
+    if TMA_GATES:
+        places = ((start, head * 128 + channel), (start, ck), (start, cq))
+    return places
+
+
+@gluon.jit
+def _trim_tiles(tiles_rows, tiles_0, tiles_1, ready_rows, ready_0, rows, phase, STATES: gl.constexpr):
+    """Wait for the tiles that have a row for each token, and set the rows below the sequence's last one to 0."""
+    for x in gl.static_range(len(tiles_rows)):
+        mbarrier.wait(ready_rows[x], phase)
+        zero_below(tiles_rows[x], rows, FLAT)
+    for x in gl.static_range(STATES):
+        if x % 3 != 0:  # dO, R, dE
+            mbarrier.wait(ready_0[x], phase)
+            zero_below(tiles_0[x], rows, FLAT)
+            zero_below(tiles_1[x], rows, FLAT)
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def _fetch_behind_products(
+    of_states, at_S, channel, start, at_V, at_R, ready_1, tiles_1, M, item, ready_M, tile_M, more,
+    CORRECTS: gl.constexpr,
+):  # fmt: skip
+    """Fetch dM, and the last value columns of the next unit's tiles (if it exists), once all warps have read them."""
+    barrier()
+    if CORRECTS:
+        mbarrier.expect(ready_M, 8192)
+    for x in gl.static_range(len(of_states)):
+        mbarrier.expect(ready_1[x], 8192, pred=more)
+    if CORRECTS:
+        tma.async_copy_global_to_shared(M, (item * 64, 0), ready_M, tile_M)
+    places = _state_places(at_S, channel, start, at_V, at_R, 64)
+    for x in gl.static_range(len(of_states)):
+        tma.async_copy_global_to_shared(of_states[x], places[x], ready_1[x], tiles_1[x], pred=more)
 
 
 @gluon.jit(do_not_specialize=["t", "units"])
@@ -73,18 +133,8 @@ def channel_gradients(
     CORRECTS; head_v only otherwise, when residuals are v in the caller's layout.
     """
     gl.static_assert(CORRECTS or not RAW)
-    K: gl.constexpr = 128
+    STATES: gl.constexpr = 5 if CORRECTS else 4  # tiles of the products with the state: without dvalues, no dE
     dtype: gl.constexpr = q.dtype
-    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
-    flat: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
-    cube: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
-    line: gl.constexpr = gl.SliceLayout(1, cube)  # [block, channel]
-    two: gl.constexpr = gl.BlockedLayout([2, 1, 2], [1, 1, 32], [1, 4, 1], [2, 1, 0])
-    eight: gl.constexpr = gl.BlockedLayout([8, 1, 2], [1, 1, 32], [1, 4, 1], [2, 1, 0])
-    row: gl.constexpr = gl.SliceLayout(1, acc)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    passing: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     tile: gl.constexpr = q.layout
 
     # Value columns 64 .. 127; fetched again as soon as the products with the state are done.
@@ -101,32 +151,22 @@ def channel_gradients(
     all_k = gl.allocate_shared_memory(dtype, [1, 64, 64], tile)
     all_g = gl.allocate_shared_memory(dtype, [1, 64, 64], tile)
     all_P = gl.allocate_shared_memory(dtype, [1, 64, 64], tile)
-    ready_S1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready_dS1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready_dO1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready_dE1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready_R1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready_S0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready_dS0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready_dO0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready_dE0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready_R0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready_q = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready_k = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready_P = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready_M = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    of_states = (states, doutput, residuals, dstates)  # without dvalues, dE of the tuples below is not used
+    ready_1 = _new_barriers()
+    ready_0 = _new_barriers()
+    ready_q = _new_barrier()
+    ready_k = _new_barrier()
+    ready_P = _new_barrier()
+    ready_M = _new_barrier()
+    of_states = (states, doutput, residuals, dstates)
     if CORRECTS:
         of_states += (dvalues,)
-    ready_1 = (ready_S1, ready_dO1, ready_R1, ready_dS1, ready_dE1)
-    ready_0 = (ready_S0, ready_dO0, ready_R0, ready_dS0, ready_dE0)
     of_rows = (k, q)
     ready_rows = (ready_k, ready_q)
     if TMA_GATES:
-        ready_g = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        ready_g = _new_barrier()
         of_rows = (g, k, q)
         ready_rows = (ready_g, ready_k, ready_q)
-    for x in gl.static_range(len(of_states)):
+    for x in gl.static_range(STATES):
         mbarrier.init(ready_1[x], count=1)
         mbarrier.init(ready_0[x], count=1)
     for x in gl.static_range(len(ready_rows)):
@@ -138,7 +178,7 @@ def channel_gradients(
     barrier()
 
     u = gl.program_id(0)
-    start, rows, head = _bounds(gl.minimum(u, units - 1) >> 1, bounds, first_slots, slot_texts, t, HV, PACKED)
+    start, rows, head = unit_bounds(gl.minimum(u, units - 1) >> 1, bounds, first_slots, slot_texts, t, HV, PACKED)
     some = u < units
     tiles_1 = (all_S1.index(0), all_dO1.index(0), all_R1.index(0), all_dS1.index(0), all_dE1.index(0))
     tiles_0 = (all_A.index(0), all_B.index(0), all_C.index(0), all_A.index(1), all_B.index(1))
@@ -149,31 +189,18 @@ def channel_gradients(
     at_R = at_V
     if not CORRECTS:
         at_R = head * head_v
-    cq = head // R * head_q + channel
-    ck = head // R * head_k + channel
-    places_rows = ((start, ck), (start, cq))
+    places_rows = _row_places(start, head, channel, head_q, head_k, R, TMA_GATES)
     if TMA_GATES:
         tiles_rows = (all_g.index(0), all_k.index(0), all_q.index(0))
-        places_rows = ((start, at_V + channel), (start, ck), (start, cq))
-    _ask(
-        of_states,
-        ((at_S + 64, channel), (start, at_V + 64), (start, at_R + 64), (at_S + 64, channel), (start, at_V + 64)),
-        tiles_1, ready_1, some,
-    )  # fmt: skip
-    _ask(
-        of_states,
-        ((at_S, channel), (start, at_V), (start, at_R), (at_S, channel), (start, at_V)),
-        tiles_0,
-        ready_0,
-        some,
-    )
-    _ask(of_rows, places_rows, tiles_rows, ready_rows, some)
-    _ask((P,), (((u >> 1) * 64, 0),), (all_P.index(0),), (ready_P,), some)
+    ask(of_states, _state_places(at_S, channel, start, at_V, at_R, 64), tiles_1, ready_1, some)
+    ask(of_states, _state_places(at_S, channel, start, at_V, at_R, 0), tiles_0, ready_0, some)
+    ask(of_rows, places_rows, tiles_rows, ready_rows, some)
+    ask((P,), (((u >> 1) * 64, 0),), (all_P.index(0),), (ready_P,), some)
 
-    none = gl.zeros([64, 64], gl.float32, acc)
-    r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, cube)))[None, :, None]
-    b = gl.arange(0, 4, gl.SliceLayout(1, line))[:, None]
-    xs = gl.arange(0, 64, gl.SliceLayout(0, line))[None, :]
+    none = gl.zeros([64, 64], gl.float32, ACC)
+    r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, CUBE)))[None, :, None]
+    b = gl.arange(0, 4, gl.SliceLayout(1, LINE))[:, None]
+    xs = gl.arange(0, 64, gl.SliceLayout(0, LINE))[None, :]
     phase = 0
     for u in range(gl.program_id(0), units, gl.num_programs(0)):
         # Always 0, but computed inside the loop: otherwise the compiler computes all operands' addresses before the
@@ -207,79 +234,29 @@ def channel_gradients(
         at = (b * (16 * HV * K) + xs)[:, None, :]  # a block's first row; the other rows lie at constant offsets
         if not TMA_GATES:  # (after the products, ptxas has so few registers that it would start one load after another)
             d = gl.load(gates + to + at + r * (HV * K), mask=there, other=0.0)
-        for x in gl.static_range(len(of_states)):
+        for x in gl.static_range(STATES):
             mbarrier.wait(ready_1[x], phase)
         if rows < 64:  # the rows below are another sequence's
-            for x in gl.static_range(len(ready_rows)):
-                mbarrier.wait(ready_rows[x], phase)
-                _zero_below(tiles_rows[x], rows, flat)
-            for x in gl.static_range(len(of_states)):
-                if x % 3 != 0:  # dO, R, dE
-                    mbarrier.wait(ready_0[x], phase)
-                    _zero_below(tiles_0[x], rows, flat)
-                    _zero_below(tiles_1[x], rows, flat)
-            fence_async_shared()
-            barrier()
-        OS = warpgroup_mma(dO1, S1, none, use_acc=False, is_async=True)
-        if CORRECTS:
-            ES = warpgroup_mma(dE1, S1, none, use_acc=False, is_async=True)
-        RS = warpgroup_mma(R1, dS1, none, use_acc=False, is_async=True)
-        SS = warpgroup_mma(S1.permute([1, 0]), dS1, none, use_acc=False, is_async=True)
-        for x in gl.static_range(len(of_states)):
-            mbarrier.wait(ready_0[x], phase)
-        OS = warpgroup_mma(B0, A0, OS, is_async=True)
-        if CORRECTS:
-            ES = warpgroup_mma(B1, A0, ES, is_async=True)
-        RS = warpgroup_mma(C0, A1, RS, is_async=True)
-        SS = warpgroup_mma(A0.permute([1, 0]), A1, SS, is_async=True)
+            _trim_tiles(tiles_rows, tiles_0, tiles_1, ready_rows, ready_0, rows, phase, STATES)
+        OS, ES, RS, SS = start_state_products(tiles_1, tiles_0, ready_0, phase, none, CORRECTS)
 
         # Compute the decays while these products run.
         for x in gl.static_range(len(ready_rows)):
             mbarrier.wait(ready_rows[x], phase)
         if TMA_GATES:
-            d = _cube(tile_g.load(flat), cube)
-        d = d.to(gl.float32)
-        if RAW:
-            if BIAS:
-                d += gl.load(dt_bias + head * K + channel + xs).to(gl.float32)[:, None, :]
-            speed = 1.0
-            if A_log is not None:
-                speed = gl.exp(gl.load(A_log + head).to(gl.float32))
-            d = gl.where(there, _decay_of_gate(d, speed, lower_bound), 0.0)
-        else:
-            d = d * LOG2E
-        d = gl.where(d <= 0.0, gl.maximum(d, FLOOR * LOG2E), float("nan"))  # as `allowed` of gates.py does
-        first = gl.sum(gl.where(r == 0, d, -0.0), 1)  # (adding -0.0 costs no instruction)
-        W = gl.associative_scan(gl.where(r == 0, 0.0, d), 1, _add)
-        inside = gl.sum(gl.where(r == 15, W, -0.0), 1)
-        F = _exp2(W)
-
-        # P without its diagonal; with NORMALIZE, P of the unit vectors times the inverse norms. Without, q F has scale.
-        i = _opaque(gl.arange(0, 64, row))
-        j = gl.arange(0, 64, gl.SliceLayout(0, acc))
-        mbarrier.wait(ready_P, phase)
-        scores = tile_P.load(acc)
-        at_norm = norms + item.to(gl.int64) * 128
-        own = gl.load(dP + item.to(gl.int64) * 4096 + i * 65).to(gl.float32)
+            d = as_cube(tile_g.load(FLAT), CUBE)
+        first, inside, F = block_decays(d, there, r, xs, A_log, dt_bias, head, channel, lower_bound, RAW, BIAS)
+        own, rate_k, norm_q, norm_k, across = clear_diagonal(tile_P, ready_P, phase, dP, norms, item, scale, NORMALIZE)
         if NORMALIZE:
-            rate_q = gl.load(at_norm + i)
-            rate_k = gl.load(at_norm + 64 + i)
-            own = own * rate_q * rate_k
-            norm_q = rate_q[:, None]
-            norm_k = rate_k[:, None]
-            across = gl.load(at_norm + 64 + j)[None, :]
-            scores = scores.to(gl.float32) * norm_q * across
             in_q = 1.0
         else:
-            own = own * scale
             in_q = scale
-        tile_P.store(gl.where(i[:, None] == j[None, :], 0.0, scores).to(dtype))
 
         upcoming = u + gl.num_programs(0)
         more = upcoming < units
         to_item = gl.where(more, upcoming, u) >> 1
         to_channel = (upcoming & 1) * 64
-        next_start, next_rows, next_head = _bounds(to_item, bounds, first_slots, slot_texts, t, HV, PACKED)
+        next_start, next_rows, next_head = unit_bounds(to_item, bounds, first_slots, slot_texts, t, HV, PACKED)
         at_S = to_item * 128
         at_V = next_head * 128
         at_R = at_V
@@ -288,205 +265,50 @@ def channel_gradients(
         else:
             at_R = next_head * head_v
             OS, RS, SS = warpgroup_mma_wait(0, deps=(OS, RS, SS))
-        barrier()  # all warps' products are done
-        if CORRECTS:
-            mbarrier.expect(ready_M, 8192)
-        for x in gl.static_range(len(of_states)):
-            mbarrier.expect(ready_1[x], 8192, pred=more)
-        if CORRECTS:
-            tma.async_copy_global_to_shared(M, (item * 64, 0), ready_M, A1)
-        places = (
-            (at_S + 64, to_channel), (next_start, at_V + 64), (next_start, at_R + 64), (at_S + 64, to_channel),
-            (next_start, at_V + 64),
-        )  # fmt: skip
-        for x in gl.static_range(len(of_states)):
-            tma.async_copy_global_to_shared(of_states[x], places[x], ready_1[x], tiles_1[x], pred=more)
-        SdS = gl.convert_layout(_diagonal(SS, acc), gl.SliceLayout(0, line))[None, :]
+        _fetch_behind_products(
+            of_states, at_S, to_channel, next_start, at_V, at_R, ready_1, tiles_1, M, item, ready_M, A1, more, CORRECTS
+        )
+        board, down, last = fill_board(B1, first, inside, SS, b)
+        flags = wild + u + gl.zeros([4, 64], gl.int32, LINE)
+        gl.store(flags, gl.full([4, 64], 1, gl.int8, LINE), mask=inside < -BF16_LIMIT)
 
-        # The decay from each block's reference row to the next block's.
-        board = B1._reinterpret(gl.float32, [32, 64], plain)
-        board.slice(0, 8, 0).store(_stack2(first, inside, two))
-        first0 = board.slice(0, 1, 0).load(line)
-        first1 = board.slice(1, 1, 0).load(line)
-        first2 = board.slice(2, 1, 0).load(line)
-        first3 = board.slice(3, 1, 0).load(line)
-        inside0 = board.slice(4, 1, 0).load(line)
-        inside1 = board.slice(5, 1, 0).load(line)
-        inside2 = board.slice(6, 1, 0).load(line)
-        inside3 = board.slice(7, 1, 0).load(line)
-        s1 = inside0 + first1
-        s2 = inside1 + first2
-        s3 = inside2 + first3
-        # The decay from the block's row a to the chunk's end, and over the whole chunk.
-        down = inside3 + gl.where(b < 3, s3, 0.0) + gl.where(b < 2, s2, 0.0) + gl.where(b < 1, s1, 0.0)
-        last = SdS * _exp2(first0 + s1 + s2 + s3 + inside3)
-        down = _exp2(down)
-        s1 = _exp2(s1)
-        s2 = _exp2(s2)
-        s3 = _exp2(s3)
-        nothing = gl.zeros([4, 64], gl.float32, line)
-        board.store(
-            _stack8(
-                gl.where(b >= 1, s1, 1.0), gl.where(b >= 2, s2, 1.0), gl.where(b >= 3, s3, 1.0),
-                gl.where(b < 1, s1, 1.0), gl.where(b < 2, s2, 1.0), gl.where(b < 3, s3, 1.0),
-                nothing + _exp2(first0), eight,
-            )
-        )  # fmt: skip
-        flags = wild + u + gl.zeros([4, 64], gl.int32, line)
-        gl.store(flags, gl.full([4, 64], 1, gl.int8, line), mask=inside < -BF16_LIMIT)
-
-        # Make the tiles Yq, Yk and Z.
-        keys = _cube(tile_k.load(flat).to(gl.float32), cube)
-        C0.store(_flat((keys * _reciprocal(F)).to(dtype), flat))
-        if CORRECTS:
-            B0.store(_flat((keys * F).to(dtype), flat))
-        queries = _cube(tile_q.load(flat).to(gl.float32), cube)
-        A0.store(_flat((queries * in_q * F).to(dtype), flat))
+        make_tiles(tile_q, tile_k, A0, B0, C0, F, in_q, CORRECTS)
         if CORRECTS:
             mbarrier.wait(ready_M, phase)
             if NORMALIZE:
-                scores = A1.load(acc).to(gl.float32)
+                scores = A1.load(ACC).to(gl.float32)
                 A1.store((scores * norm_k * across).to(dtype))
         fence_async_shared()
         barrier()
-        f = _numbers(board, 24, OS)
-        if NORMALIZE:
-            aq = _scale(OS, f, acc) * norm_q
-            if CORRECTS:
-                ak = _scale(ES, f, acc) * (norm_k * -1.0)
-        else:
-            aq = _scale(OS, f, acc)
-            if CORRECTS:
-                ak = _scale(ES, f * -1.0, acc)
-        aq = warpgroup_mma(_columns(tile_P, 0, left), _rows(C0, 0), aq, is_async=True)
-        if CORRECTS:
-            ak = warpgroup_mma(_columns(A1, 0, left), _rows(C0, 0), ak, is_async=True)
-        aw = warpgroup_mma(_turned(tile_P, 48, left), _rows(A0, 48), none, use_acc=False, is_async=True)
-        if CORRECTS:
-            aw = warpgroup_mma(_turned(A1, 48, left), _rows(B0, 48), aw, is_async=True)
-        for s in gl.static_range(1, 4):
-            f = _numbers(board, s * 4 - 4, OS)
-            if CORRECTS:
-                aq, ak, aw = warpgroup_mma_wait(3, deps=(aq, ak, aw))
-            else:
-                aq, aw = warpgroup_mma_wait(1, deps=(aq, aw))
-            aq = warpgroup_mma(_columns(tile_P, s * 16, left), _rows(C0, s * 16), _scale(aq, f, acc), is_async=True)
-            if CORRECTS:
-                aq, ak, aw = warpgroup_mma_wait(3, deps=(aq, ak, aw))
-                ak = warpgroup_mma(_columns(A1, s * 16, left), _rows(C0, s * 16), _scale(ak, f, acc), is_async=True)
-            f = _numbers(board, 24 - s * 4, OS)
-            if CORRECTS:
-                aq, ak, aw = warpgroup_mma_wait(2, deps=(aq, ak, aw))
-            else:
-                aq, aw = warpgroup_mma_wait(1, deps=(aq, aw))
-            aw = warpgroup_mma(
-                _turned(tile_P, 48 - s * 16, left), _rows(A0, 48 - s * 16), _scale(aw, f, acc), is_async=True
-            )
-            if CORRECTS:
-                aw = warpgroup_mma(_turned(A1, 48 - s * 16, left), _rows(B0, 48 - s * 16), aw, is_async=True)
-        if CORRECTS:
-            aq, ak, aw, RS = warpgroup_mma_wait(0, deps=(aq, ak, aw, RS))
-        else:
-            aq, aw, RS = warpgroup_mma_wait(0, deps=(aq, aw, RS))
+        aq, ak, aw, RS = pair_products(
+            tile_P, A1, A0, B0, C0, board, OS, ES, RS, norm_q, norm_k, none, CORRECTS, NORMALIZE
+        )
         barrier()  # all warps have read the tiles
-
-        # Pass the accumulators through shared memory, so that a thread gets all rows of a block.
-        pass_A = all_A._reinterpret(gl.float32, [64, 64], passing)
-        pass_B = all_B._reinterpret(gl.float32, [64, 64], passing)
-        by_row = all_C._reinterpret(gl.float32, [2048], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        pass_A.store(aq)
-        if CORRECTS:
-            pass_B.store(ak)
-        by_row.slice(0, 64, 0).store(own)
-        if NORMALIZE:
-            by_row.slice(64, 64, 0).store(rate_k)
-        # (q and k are loaded twice, to save registers)
-        read = _cube(pass_A.load(flat), cube)
-        total = read * _rounded(_cube(tile_q.load(flat).to(gl.float32), cube) * in_q * F)
-        read = F * in_q * read
-        own = _by_rows(by_row.slice(0, 64, 0).load(gl.SliceLayout(1, flat)), cube)
-        read = read + own * _cube(tile_k.load(flat).to(gl.float32), cube)
-        gl.store(dq + to + at + r * (HV * K), read.to(dtype), mask=there)
-        if CORRECTS:
-            reread = _cube(pass_B.load(flat), cube)
-        pass_A.store(aw)
-        pass_B.store(RS)
-        inverse = _reciprocal(F)
-        written = _cube(pass_A.load(flat), cube)
-        keys = _cube(tile_k.load(flat).to(gl.float32), cube)
-        total = total - written * _rounded(keys * inverse)
-        written = inverse * written
-        if CORRECTS:
-            total = total + reread * _rounded(keys * F)
-            written = F * reread + written
-        kept = _cube(pass_B.load(flat), cube) * inverse * down[:, None, :]
-        if NORMALIZE:
-            kept = kept * _by_rows(by_row.slice(64, 64, 0).load(gl.SliceLayout(1, flat)), cube)
-        step = keys * kept - total
-        own = _by_rows(by_row.slice(0, 64, 0).load(gl.SliceLayout(1, flat)), cube)
-        written = written + kept + own * _cube(tile_q.load(flat).to(gl.float32), cube)
-        gl.store(dk + to + at + r * (HV * K), written.to(dtype), mask=there)
+        total, step = store_row_gradients(
+            aq, ak, aw, RS, own, rate_k, tile_q, tile_k, all_A, all_B, all_C, F, in_q, down, dq, dk, to, at, r, there,
+            HV * K, CORRECTS, NORMALIZE,
+        )  # fmt: skip
         if RAW and TMA_GATES:
-            given = tile_g.load(flat)
+            given = tile_g.load(FLAT)
         fence_async_shared()
         barrier()  # everything but P has been read
-        cq = next_head // R * head_q + to_channel
-        ck = next_head // R * head_k + to_channel
-        places_rows = ((next_start, ck), (next_start, cq))
-        if TMA_GATES:
-            places_rows = ((next_start, at_V + to_channel), (next_start, ck), (next_start, cq))
-        places = ((at_S, to_channel), (next_start, at_V), (next_start, at_R), (at_S, to_channel), (next_start, at_V))
-        _ask(of_rows + of_states, places_rows + places, tiles_rows + tiles_0, ready_rows + ready_0, more)
-        running = gl.associative_scan(step, 1, _add)
-        block_step = gl.sum(gl.where(r == 15, running, -0.0), 1)
-        block_total = gl.sum(total, 1)
-        board = tile_P._reinterpret(gl.float32, [32, 64], plain)
-        board.slice(0, 8, 0).store(_stack2(block_total, block_total + block_step, two))
-        base = last + block_total
-        for x in gl.static_range(1, 4):
-            base = base + gl.where(b < x, board.slice(x, 1, 0).load(line), 0.0)
-            base = base + gl.where(b >= x, board.slice(x + 3, 1, 0).load(line), 0.0)
-        dgiven = base[:, None, :] + (running - step)
-        dgiven = gl.where((r == 0) & (first <= FLOOR * LOG2E)[:, None, :], 0.0, dgiven)
+        places_rows = _row_places(next_start, next_head, to_channel, head_q, head_k, R, TMA_GATES)
+        places = _state_places(at_S, to_channel, next_start, at_V, at_R, 0)
+        ask(of_rows + of_states, places_rows + places, tiles_rows + tiles_0, ready_rows + ready_0, more)
+        board, dgiven = sum_over_rows(tile_P, total, step, last, first, b, r)
         if RAW:
             if TMA_GATES:
-                x0 = _cube(given.to(gl.float32), cube)
+                x0 = as_cube(given.to(gl.float32), CUBE)
             else:
                 x0 = gl.load(gates + to + at + r * (HV * K), mask=there, other=0.0).to(gl.float32)
-            if BIAS:
-                x0 += gl.load(dt_bias + head * K + channel + xs).to(gl.float32)[:, None, :]
-            rate = 1.0
-            if A_log is not None:
-                rate = gl.exp(gl.load(A_log + head).to(gl.float32))
-            if lower_bound is None:
-                # The sum of dgiven_r d_r, by parts: d is the difference of W = log2 F, and step is that of dgiven.
-                # (Keeping W would take registers; log2 F is exact to 1e-7, which matters only for log_decay below
-                # 1e-5.)
-                of_speed = gl.sum(gl.where(r == 15, -0.0, _log2(F) * step), 1)
-                of_speed = inside * gl.sum(gl.where(r == 15, dgiven, -0.0), 1) - of_speed
-                of_speed = (of_speed + first * gl.sum(gl.where(r == 0, dgiven, -0.0), 1)) * (1.0 / LOG2E)
-                of_speed = gl.where(rows > 0, of_speed, 0.0)
-                dgiven = gl.where(there, dgiven, 0.0)
-                dgiven = dgiven * (rate * -1.0) * _opened(x0, 1.0)
-            else:
-                open_ = _opened(x0, rate)
-                dgiven = gl.where(there, dgiven, 0.0) * (lower_bound * rate) * (open_ * (1.0 - open_))
-                of_speed = gl.sum(gl.where(there, dgiven * x0, 0.0), 1)
-            of_bias = gl.sum(dgiven, 1)
-            board.slice(8, 8, 0).store(_stack2(of_speed, of_bias, two))
-            of_speed = board.slice(8, 1, 0).load(line)
-            of_bias = board.slice(12, 1, 0).load(line)
-            for x in gl.static_range(1, 4):
-                of_speed = of_speed + board.slice(8 + x, 1, 0).load(line)
-                of_bias = of_bias + board.slice(12 + x, 1, 0).load(line)
-            if A_log is not None:
-                gl.store(dA_log + u, gl.sum(gl.sum(of_speed, 1), 0))
-            if BIAS:
-                gl.store(ddt_bias + item.to(gl.int64) * K + channel + xs, of_bias)
+            dgiven = gate_gradients(
+                dgiven, x0, step, first, inside, F, rows, there, r, xs, board, A_log, dt_bias, dA_log, ddt_bias, u,
+                head, channel, lower_bound, BIAS,
+            )  # fmt: skip
         gl.store(dlog_decay + to + at + r * (HV * K), dgiven.to(dlog_decay.dtype.element_ty), mask=there)
         fence_async_shared()
         barrier()
-        _ask((P,), ((to_item * 64, 0),), (tile_P,), (ready_P,), more)
+        ask((P,), ((to_item * 64, 0),), (tile_P,), (ready_P,), more)
         start = next_start
         rows = next_rows
         head = next_head

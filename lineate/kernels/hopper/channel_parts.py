@@ -8,17 +8,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from lineate.kernels.hopper.parts import _chunk_bounds, _exp2
+from lineate.kernels.hopper.parts import chunk_bounds, exp2
 from lineate.kernels.portable.gates import LOG2E
 
 
 @gluon.jit
-def _reciprocal(x):
+def reciprocal(x):
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def _rounded(x):
+def rounded(x):
     """Return x [float32] rounded to bfloat16, as float32: two at a time, where `.to` would convert one by one."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
@@ -27,7 +27,7 @@ def _rounded(x):
 
 
 @gluon.jit
-def _opaque(x):
+def opaque(x):
     """Return x, hidden from the compiler, so that it does not compute addresses before the loop and spill them."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -35,7 +35,7 @@ def _opaque(x):
 @gluon.jit
 def _softplus(x):
     """Return softplus(x), computed as in gates.py."""
-    y = _exp2(gl.abs(x) * -LOG2E)
+    y = exp2(gl.abs(x) * -LOG2E)
     p = 0.00512610212 * y - 0.0290740646
     p = p * y + 0.0775160866
     p = p * y - 0.136022476
@@ -48,42 +48,42 @@ def _softplus(x):
 
 
 @gluon.jit
-def _opened(x, speed):
+def opened(x, speed):
     """Return sigmoid(speed x)."""
-    return _reciprocal(1.0 + _exp2(speed * x * -LOG2E))
+    return reciprocal(1.0 + exp2(speed * x * -LOG2E))
 
 
 @gluon.jit
-def _decay_of_gate(x, speed, lower_bound):
+def log2_decay_of_gate(x, speed, lower_bound):
     """Return the logarithm to base 2 of the decay, where decay_of_gate of gates.py has the natural one."""
     if lower_bound is None:
         speed = speed * LOG2E
         d = -speed * _softplus(x)
     else:
-        d = (lower_bound * LOG2E) * _opened(x, speed)
+        d = (lower_bound * LOG2E) * opened(x, speed)
     return d
 
 
 @gluon.jit
-def _add(a, b):
+def add(a, b):
     return a + b
 
 
 @gluon.jit
-def _bounds(u, bounds, first_slots, slot_texts, t, HV: gl.constexpr, PACKED: gl.constexpr):
+def unit_bounds(u, bounds, first_slots, slot_texts, t, HV: gl.constexpr, PACKED: gl.constexpr):
     """Return the first token, number of rows and head of a unit."""
-    start, rows = _chunk_bounds(u // HV, bounds, first_slots, slot_texts, t, PACKED)
+    start, rows = chunk_bounds(u // HV, bounds, first_slots, slot_texts, t, PACKED)
     return start, rows, u % HV
 
 
 @gluon.jit
-def _zero_below(tile, rows, layout: gl.constexpr):
+def zero_below(tile, rows, layout: gl.constexpr):
     i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     tile.store(gl.where(i < rows, tile.load(layout), 0.0))
 
 
 @gluon.jit
-def _ask(sources, places, tiles, ready, there):
+def ask(sources, places, tiles, ready, there):
     """Fetch one chunk's tiles of q, k (and gates), each of 64 x 64, with a barrier of its own."""
     for x in gl.static_range(len(sources)):
         mbarrier.expect(ready[x], sources[x].block_type.nbytes, pred=there)
@@ -92,58 +92,58 @@ def _ask(sources, places, tiles, ready, there):
 
 
 @gluon.jit
-def _diagonal(x, layout: gl.constexpr):
+def diagonal_entries(x, layout: gl.constexpr):
     i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     j = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
     return gl.sum(gl.where(i == j, x, 0.0), 1)
 
 
 @gluon.jit
-def _cube(x, layout: gl.constexpr):
+def as_cube(x, layout: gl.constexpr):
     return gl.convert_layout(gl.reshape(x, [4, 16, 64]), layout, assert_trivial=True)
 
 
 @gluon.jit
-def _flat(x, layout: gl.constexpr):
+def as_flat(x, layout: gl.constexpr):
     return gl.convert_layout(gl.reshape(x, [64, 64]), layout, assert_trivial=True)
 
 
 @gluon.jit
-def _log2(x):
+def log2(x):
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def _scale(x, f, acc: gl.constexpr):
+def scale_blocks(x, f, acc: gl.constexpr):
     """Multiply x [64, 64] by f [4, 64], which has one number for each block and channel."""
     x = gl.reshape(x, [4, 16, 64]) * f[:, None, :]
     return gl.convert_layout(gl.reshape(x, [64, 64]), acc, assert_trivial=True)
 
 
 @gluon.jit
-def _numbers(board, FIRST: gl.constexpr, like):
-    """Load four rows of a board, from row FIRST on, in the layout that _scale takes."""
+def board_rows(board, FIRST: gl.constexpr, like):
+    """Load four rows of a board, from row FIRST on, in the layout that scale_blocks takes."""
     three: gl.constexpr = gl.reshape(like, [4, 16, 64]).type.layout
     return board.slice(FIRST, 4, 0).load(gl.SliceLayout(1, three))
 
 
 @gluon.jit
-def _rows(tile, FIRST: gl.constexpr):
+def row_block(tile, FIRST: gl.constexpr):
     return tile.slice(FIRST, 16, 0)
 
 
 @gluon.jit
-def _columns(tile, FIRST: gl.constexpr, left: gl.constexpr):
+def column_block(tile, FIRST: gl.constexpr, left: gl.constexpr):
     return tile.slice(FIRST, 16, 1).load(left)
 
 
 @gluon.jit
-def _turned(tile, FIRST: gl.constexpr, left: gl.constexpr):
+def turned_block(tile, FIRST: gl.constexpr, left: gl.constexpr):
     return tile.slice(FIRST, 16, 0).permute([1, 0]).load(left)
 
 
 @gluon.jit
-def _stack2(a, b, layout: gl.constexpr):
+def stack2(a, b, layout: gl.constexpr):
     """Stack two [4, 64] into [2, 4, 64]."""
     x = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     a = gl.convert_layout(a, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
@@ -152,7 +152,7 @@ def _stack2(a, b, layout: gl.constexpr):
 
 
 @gluon.jit
-def _stack8(a, b, c, d, e, f, g, layout: gl.constexpr):
+def stack8(a, b, c, d, e, f, g, layout: gl.constexpr):
     x = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     a = gl.convert_layout(a, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
     b = gl.convert_layout(b, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
@@ -166,6 +166,6 @@ def _stack8(a, b, c, d, e, f, g, layout: gl.constexpr):
 
 
 @gluon.jit
-def _by_rows(x, cube: gl.constexpr):
+def by_rows(x, cube: gl.constexpr):
     """Reshape [64] to [4, 16, 1]."""
     return gl.convert_layout(gl.reshape(x, [4, 16]), gl.SliceLayout(2, cube), assert_trivial=True)[:, :, None]

@@ -18,12 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.hopper.parts import barrier
-
-
-@gluon.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + gl.exp(-x))
+from lineate.kernels.hopper.parts import barrier, overlap, sigmoid
+from lineate.kernels.hopper.row_convolution import convolve_newest, load_past
 
 
 @gluon.jit
@@ -74,22 +70,9 @@ def multiply_few(
     r = gl.arange(0, R, gl.SliceLayout(0, along))[None, :]
     has = (n < N) & (r < rows)
     if CHANNELS:
-        moves = (n < CHANNELS) & (r < rows)
-        at = past + (r * CHANNELS + n) * (SIZE - 1)
-        x1 = gl.load(at + (SIZE - 2), mask=moves, other=0.0).to(gl.float32)
-        sums = x1 * gl.load(taps + n * SIZE + (SIZE - 2), mask=n < CHANNELS, other=0.0).to(gl.float32)
-        if SIZE > 2:
-            x2 = gl.load(at + (SIZE - 3), mask=moves, other=0.0).to(gl.float32)
-            sums += x2 * gl.load(taps + n * SIZE + (SIZE - 3), mask=n < CHANNELS, other=0.0).to(gl.float32)
-        if SIZE > 3:
-            x3 = gl.load(at, mask=moves, other=0.0).to(gl.float32)
-            sums += x3 * gl.load(taps + n * SIZE, mask=n < CHANNELS, other=0.0).to(gl.float32)
-        newest = gl.load(taps + n * SIZE + (SIZE - 1), mask=n < CHANNELS, other=0.0).to(gl.float32)
+        moves, at, x1, x2, sums, newest = load_past(past, taps, n, r, rows, CHANNELS, SIZE)
     if OVERLAP:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        overlap()
     for s in gl.static_range(min(STAGES, STEPS)):
         _fetch(x, 0, first + s * BK, kept_x, ready_x, s, True)
 
@@ -116,15 +99,8 @@ def multiply_few(
         _fetch(x, 0, column, kept_x, ready_x, stage, more)
 
     if GATED:
-        acc = acc * _sigmoid(acc) * up
+        acc = acc * sigmoid(acc) * up
     found = gl.convert_layout(acc, along)
     if CHANNELS:
-        x0 = found.to(past.dtype.element_ty).to(gl.float32)  # rounded as in the state
-        sums += x0 * newest
-        found = gl.where(n < CHANNELS, sums * _sigmoid(sums), x0)
-        gl.store(at + (SIZE - 2), x0.to(past.dtype.element_ty), mask=moves)
-        if SIZE > 2:
-            gl.store(at + (SIZE - 3), x1.to(past.dtype.element_ty), mask=moves)
-        if SIZE > 3:
-            gl.store(at, x2.to(past.dtype.element_ty), mask=moves)
+        found = convolve_newest(found, past, n, moves, at, x1, x2, sums, newest, CHANNELS, SIZE)
     gl.store(y + (part * rows + r) * N + n, found.to(y.dtype.element_ty), mask=has)

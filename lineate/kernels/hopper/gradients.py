@@ -28,12 +28,13 @@ from lineate.kernels.hopper.gradient_sides import (
     S_READ,
     SIGNALS,
     X_READ,
-    _items,
-    _k_side,
-    _q_side,
-    _signal,
+    begin_items,
+    item_chunk,
+    k_side,
+    q_side,
+    signal,
 )
-from lineate.kernels.hopper.parts import _chunk, _expect, _fetch, _ring, _trim, _within, barrier
+from lineate.kernels.hopper.parts import barrier, expect, fetch, make_ring, trim
 from lineate.kernels.portable.gates import BETA, FACTORS, LAST
 
 
@@ -43,10 +44,10 @@ def _give_keys(kept_k, kept_q, ready_k, ready_q, signals, stage, phase, rows):
     mbarrier.wait(ready_k.index(stage), phase)
     mbarrier.wait(ready_q.index(stage), phase)
     if rows < 64:
-        _trim(kept_k, ready_k, stage, phase, rows)
-        _trim(kept_q, ready_q, stage, phase, rows)
+        trim(kept_k, ready_k, stage, phase, rows)
+        trim(kept_q, ready_q, stage, phase, rows)
         fence_async_shared()
-    _signal(signals, KEYS_READY + stage)
+    signal(signals, KEYS_READY + stage)
 
 
 @gluon.jit
@@ -95,21 +96,19 @@ def _supply(
     states, dstates, doutput, dvalues, v, T, k, q, factors = tiles
     kept_S, kept_dS, kept_dO, kept_X, kept_v, kept_T, kept_k, kept_q, kept_factors, kept_R, kept_dQK, kept_dKK = kept
     ready_S, ready_dS, ready_dO, ready_X, ready_v, ready_T, ready_k, ready_q, ready_factors = ready
-    bounds, first_slots, slot_texts, t, items = where
     H: gl.constexpr = HV // R
     V: gl.constexpr = 128
-    item, step, count = _items(items)
-    slot, token, rows = _chunk(_within(item, items), bounds, first_slots, slot_texts, t, H, PACKED)
+    item, step, count, slot, token, rows = begin_items(where, H, PACKED)
     key_head = item % H
     at = slot * HV + key_head * R
     some = count > 0
-    _expect(
+    expect(
         (k, states, doutput, v, factors, T, dvalues, q, dstates),
         (ready_k, ready_S, ready_dO, ready_v, ready_factors, ready_T, ready_X, ready_q, ready_dS),
         0,
         some,
     )
-    _fetch(
+    fetch(
         (k, states, doutput, v, factors, T, dvalues, q, dstates),
         (kept_k, kept_S, kept_dO, kept_v, kept_factors, kept_T, kept_X, kept_q, kept_dS),
         (ready_k, ready_S, ready_dO, ready_v, ready_factors, ready_T, ready_X, ready_q, ready_dS),
@@ -126,9 +125,7 @@ def _supply(
         key_head = item % H
         more_items = n + 1 < count
         next_key_head = (item + step) % H
-        next_slot, next_token, next_rows = _chunk(
-            _within(item + step, items), bounds, first_slots, slot_texts, t, H, PACKED
-        )
+        next_slot, next_token, next_rows = item_chunk(item + step, where, H, PACKED)
         for r in range(R):
             head = key_head * R + r
             turn = unit % 2
@@ -140,18 +137,18 @@ def _supply(
             _help(kept, ready, sums, at_dv, numbers, unit, at, token, rows, head, HV, GATED)
             # Fetch the next unit's tiles.
             mbarrier.wait(signals.index(R_READY), turn)
-            _expect((v, T), (ready_v, ready_T), 0, more)
-            _fetch(
+            expect((v, T), (ready_v, ready_T), 0, more)
+            fetch(
                 (v, T), (kept_v, kept_T), (ready_v, ready_T), ((to_token, to_head * head_v), (to_at * 64, 0)), 0, more
             )
             mbarrier.wait(signals.index(S_READ), turn)
             first = (r == 0) & more_items
-            _expect((states,), (ready_S,), 0, more)
-            _expect((factors,), (ready_factors,), 1 - turn, more)
-            _expect((k, q), (ready_k, ready_q), 1 - stage, first)
-            _fetch((states,), (kept_S,), (ready_S,), ((to_at * V, 0),), 0, more)
-            _fetch((factors,), (kept_factors,), (ready_factors,), ((to_at * FACTORS, 0),), 1 - turn, more)
-            _fetch(
+            expect((states,), (ready_S,), 0, more)
+            expect((factors,), (ready_factors,), 1 - turn, more)
+            expect((k, q), (ready_k, ready_q), 1 - stage, first)
+            fetch((states,), (kept_S,), (ready_S,), ((to_at * V, 0),), 0, more)
+            fetch((factors,), (kept_factors,), (ready_factors,), ((to_at * FACTORS, 0),), 1 - turn, more)
+            fetch(
                 (k, q),
                 (kept_k, kept_q),
                 (ready_k, ready_q),
@@ -160,16 +157,16 @@ def _supply(
                 first,
             )
             mbarrier.wait(signals.index(X_READ), turn)
-            _expect((dvalues,), (ready_X,), 0, more)
-            _fetch((dvalues,), (kept_X,), (ready_X,), ((to_token, to_head * V),), 0, more)
+            expect((dvalues,), (ready_X,), 0, more)
+            fetch((dvalues,), (kept_X,), (ready_X,), ((to_token, to_head * V),), 0, more)
             mbarrier.wait(signals.index(DQK_READY), turn)
-            _expect((doutput,), (ready_dO,), 0, more)
-            _fetch((doutput,), (kept_dO,), (ready_dO,), ((to_token, to_head * V),), 0, more)
+            expect((doutput,), (ready_dO,), 0, more)
+            fetch((doutput,), (kept_dO,), (ready_dO,), ((to_token, to_head * V),), 0, more)
             if last_r & more_items:
                 _give_keys(kept_k, kept_q, ready_k, ready_q, signals, 1 - stage, ((n + 1) // 2) % 2, next_rows)
             mbarrier.wait(signals.index(R_FREE), turn)
-            _expect((dstates,), (ready_dS,), 0, more)
-            _fetch((dstates,), (kept_dS,), (ready_dS,), ((to_at * V, 0),), 0, more)
+            expect((dstates,), (ready_dS,), 0, more)
+            fetch((dstates,), (kept_dS,), (ready_dS,), ((to_at * V, 0),), 0, more)
             unit = unit + 1
             at = to_at
         item = item + step
@@ -193,15 +190,15 @@ def head_gradients(
     gl.static_assert(V == 128)
     gl.static_assert(num_warps == 4)
     dtype: gl.constexpr = k.dtype
-    kept_S, ready_S = _ring(states, 1)
-    kept_dS, ready_dS = _ring(dstates, 1)
-    kept_q, ready_q = _ring(q, 2)
-    kept_k, ready_k = _ring(k, 2)
-    kept_v, ready_v = _ring(v, 1)
-    kept_dO, ready_dO = _ring(doutput, 1)
-    kept_X, ready_X = _ring(dvalues, 1)
-    kept_T, ready_T = _ring(T, 1)
-    kept_factors, ready_factors = _ring(factors, 2)
+    kept_S, ready_S = make_ring(states, 1)
+    kept_dS, ready_dS = make_ring(dstates, 1)
+    kept_q, ready_q = make_ring(q, 2)
+    kept_k, ready_k = make_ring(k, 2)
+    kept_v, ready_v = make_ring(v, 1)
+    kept_dO, ready_dO = make_ring(doutput, 1)
+    kept_X, ready_X = make_ring(dvalues, 1)
+    kept_T, ready_T = make_ring(T, 1)
+    kept_factors, ready_factors = make_ring(factors, 2)
     kept_R = gl.allocate_shared_memory(dtype, [1, 64, V], v.layout)
     kept_dQK = gl.allocate_shared_memory(dtype, [1, 64, 64], T.layout)
     kept_dKK = gl.allocate_shared_memory(dtype, [1, 64, 64], T.layout)
@@ -221,8 +218,8 @@ def head_gradients(
     where = (bounds, first_slots, slot_texts, t, items)
     gl.warp_specialize(
         [
-            (_q_side, (kept, ready, signals, aside, sums, at_dq, where, scale, HV, R, GATED, NORMALIZE, PACKED)),
-            (_k_side, (kept, ready, signals, aside, sums, at_dk, dbeta, where, HV, R, GATED, NORMALIZE, PACKED)),
+            (q_side, (kept, ready, signals, aside, sums, at_dq, where, scale, HV, R, GATED, NORMALIZE, PACKED)),
+            (k_side, (kept, ready, signals, aside, sums, at_dk, dbeta, where, HV, R, GATED, NORMALIZE, PACKED)),
             (
                 _supply,
                 (

@@ -19,24 +19,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.hopper.inverse import _mend
-from lineate.kernels.hopper.parts import _between, _fresh, _link, _mark, _times, barrier
+from lineate.kernels.hopper.inverse import mend
+from lineate.kernels.hopper.parts import barrier, between, fresh, link, mark, times
 from lineate.kernels.hopper.scores import (
     ACC,
     SMALL,
     TILES,
     WORKERS,
-    _begin_end,
-    _diagonal,
-    _halves,
-    _invert_blocks,
-    _mask,
-    _merge_blocks,
-    _pack_bf16,
-    _pack_fp16,
-    _place,
-    _row,
-    _text,
+    begin_end,
+    diagonal,
+    factor_row,
+    halves,
+    invert_blocks,
+    mask,
+    merge_blocks,
+    pack_bf16,
+    pack_fp16,
+    place,
+    slot_text,
 )
 from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, LOG2E, READ_K, READ_Q, WRITE
 from lineate.kernels.portable.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
@@ -78,14 +78,14 @@ def _make_all(
     norms_k = squares
     norms_q = all_lines[1].index(worker)
     logs_k = all_lines[2].index(worker)
-    text = _text(item // H, slot_texts, PACKED)
-    begin, end, first = _begin_end(text, bounds, first_slots, PACKED)
-    start, rows = _place(item // H, begin, end, first, t, PACKED)
+    text = slot_text(item // H, slot_texts, PACKED)
+    begin, end, first = begin_end(text, bounds, first_slots, PACKED)
+    start, rows = place(item // H, begin, end, first, t, PACKED)
     mbarrier.expect(ready_k, 128 * K)
     tma.async_copy_global_to_shared(k, [start, item % H // SHARED * head_k], ready_k, all_k.index(worker))
     mbarrier.expect(ready_q, 128 * K)
     tma.async_copy_global_to_shared(q, [start, item % H // SHARED * head_q], ready_q, all_q.index(worker))
-    _link(LINK)  # the previous launch computes the factors
+    link(LINK)  # the previous launch computes the factors
     if VECTORS:
         mbarrier.expect(ready_v, 1024)
         tma.async_copy_global_to_shared(vectors, [item * R * FACTORS + BETA, 0], ready_v, all_kept.index(worker))
@@ -94,7 +94,7 @@ def _make_all(
     i1 = gl.arange(0, 64, row)
     i = i1[:, None]
     j = gl.arange(0, 64, column)[None, :]
-    below = _mask(i >= j)
+    below = mask(i >= j)
     none = gl.zeros([64, 64], gl.float32, acc)
     phase = 0
     phase_v = 0
@@ -119,7 +119,7 @@ def _make_all(
             upcoming = item - gl.where(last, step, 0)
             more = upcoming >= 0
         next_item = gl.where(more, upcoming, item)
-        text = _text(next_item // H, slot_texts, PACKED)
+        text = slot_text(next_item // H, slot_texts, PACKED)
         mbarrier.wait(ready_k, phase)
         mbarrier.wait(ready_q, phase)
         if NORMALIZE:
@@ -131,8 +131,8 @@ def _make_all(
                 qq = warpgroup_mma(tile_q, tile_q.permute([1, 0]), none, use_acc=False, is_async=True)
                 kk = warpgroup_mma(tile_k, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
                 qq, kk = warpgroup_mma_wait(0, deps=(qq, kk))
-                sq = _diagonal(qq, small)
-                sk = _diagonal(kk, small)
+                sq = diagonal(qq, small)
+                sk = diagonal(kk, small)
                 there = gl.arange(0, 64, sq.type.layout) < rows
                 nk = gl.rsqrt(gl.where(there, sk, 0.0) + 1e-6)
                 norms_q.store(gl.rsqrt(gl.where(there, sq, 0.0) + 1e-6))
@@ -140,7 +140,7 @@ def _make_all(
                 logs_k.store(gl.log2(nk))
                 barrier()
         QK = warpgroup_mma(tile_q, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
-        begin, end, first = _begin_end(text, bounds, first_slots, PACKED)
+        begin, end, first = begin_end(text, bounds, first_slots, PACKED)
         if VECTORS:
             mbarrier.wait(ready_v, phase_v)
             given = all_kept.index(worker + zero)._reinterpret(gl.float32, [256], plain)
@@ -148,13 +148,13 @@ def _make_all(
         if NORMALIZE:
             to_q = to_q * norms_q.load(row)
         if GATED:
-            fine_j = _times(_row(given, FINE, column), -LOG2E)
+            fine_j = times(factor_row(given, FINE, column), -LOG2E)
             if NORMALIZE:
                 fine_j = fine_j + logs_k.load(column)
-            fine_i = _times(_row(given, FINE, row), LOG2E)
-            coarse_i, coarse_j = _row(given, COARSE, row), _row(given, COARSE, column)
+            fine_i = times(factor_row(given, FINE, row), LOG2E)
+            coarse_i, coarse_j = factor_row(given, COARSE, row), factor_row(given, COARSE, column)
             # (entries with j > i are arbitrary)
-            D = _between(coarse_i[:, None], coarse_j[None, :], fine_i[:, None], fine_j[None, :])
+            D = between(coarse_i[:, None], coarse_j[None, :], fine_i[:, None], fine_j[None, :])
         elif NORMALIZE:
             D = norms_k.load(column)[None, :] + gl.zeros([64, 64], gl.float32, acc)
         QK = warpgroup_mma_wait(0, deps=(QK,))
@@ -165,18 +165,18 @@ def _make_all(
             barrier()  # P has been stored; all warps' products have read q and k
         if GATED or NORMALIZE:
             QK = QK * D
-        tile_P.store(_pack_bf16(QK * to_q[:, None], below, _mask(i < rows)))
+        tile_P.store(pack_bf16(QK * to_q[:, None], below, mask(i < rows)))
         if CORRECTS:
             KK = warpgroup_mma_wait(0, deps=(KK,))
             if not NORMALIZE:
-                squares.store(_diagonal(KK, small))
+                squares.store(diagonal(KK, small))
         if NORMALIZE:
             nq = norms_q.load(thin)
             nk = norms_k.load(thin)
             gl.store(vector + READ_Q * 64, read_q * nq)
             gl.store(vector + READ_K * 64, read_k * nk)
             gl.store(vector + WRITE * 64, write * nk)
-        next_start, next_rows = _place(next_item // H, begin, end, first, t, PACKED)
+        next_start, next_rows = place(next_item // H, begin, end, first, t, PACKED)
         next_head = next_item % H // SHARED
         ask = last & more
         ahead = more | (last == 0)
@@ -193,7 +193,7 @@ def _make_all(
         if CORRECTS:
             # As solve.first_wild_row does; a row whose decay is NaN is wild too.
             each = gl.arange(0, 64, line)
-            rate = _row(given, BETA, line)
+            rate = factor_row(given, BETA, line)
             if NORMALIZE:
                 norm = norms_k.load(line)
                 square = 1.0 - 1e-6 * norm * norm  # squared lengths of unit keys, and of keys that are 0
@@ -203,7 +203,7 @@ def _make_all(
                 tame = (rate * square <= MOST_STEP) & (square <= MOST_SQUARE)
             tame = tame & (rate >= 0.0) & (rate <= MOST_BETA)
             if GATED:
-                tame = tame & (_row(given, COARSE, line) <= 0.0)
+                tame = tame & (factor_row(given, COARSE, line) <= 0.0)
             before = till
             till = gl.min(gl.where((tame == 0) & (each < rows), each, 64), 0)
             if K == 128:
@@ -211,14 +211,14 @@ def _make_all(
             else:
                 gl.store(wild + u, till)
 
-            to_k = _row(given, BETA, row) * -1.0
+            to_k = factor_row(given, BETA, row) * -1.0
             if NORMALIZE:
                 to_k = to_k * norms_k.load(row)
             if GATED or NORMALIZE:
                 KK = KK * D
-            N = _pack_fp16(KK * to_k[:, None], below, _mask(i < gl.minimum(till, rows)))
-            N_low, N_high = _halves(N, 32)
-            X, XN = _invert_blocks(N_low, N_high, swap, 0)
+            N = pack_fp16(KK * to_k[:, None], below, mask(i < gl.minimum(till, rows)))
+            N_low, N_high = halves(N, 32)
+            X, XN = invert_blocks(N_low, N_high, swap, 0)
             mbarrier.expect(ready_v, 1024, pred=ahead)
             fence_async_shared()
             if BESIDE:
@@ -227,11 +227,11 @@ def _make_all(
                 tma.store_wait(1)
             barrier()  # X is complete; all warps have read the factors; T has been stored
             if BESIDE:
-                _mark(made + past, (n > R) & (before == 64))
+                mark(made + past, (n > R) & (before == 64))
             tma.async_copy_global_to_shared(
                 vectors, [next_u * FACTORS + BETA, 0], ready_v, all_kept.index(worker + zero), pred=ahead
             )
-            whole = _merge_blocks(N_low, X, XN, swap, all_both.index(worker + zero))
+            whole = merge_blocks(N_low, X, XN, swap, all_both.index(worker + zero))
             tile_T = all_T.index(worker + zero)
             tile_T.store(whole.to(gl.bfloat16))
         if CORRECTS:
@@ -242,7 +242,7 @@ def _make_all(
             if BESIDE and n < R:  # the walk may be waiting for it
                 _await_stores(0)
                 barrier()
-                _mark(made + u, till == 64)
+                mark(made + u, till == 64)
         elif VECTORS:
             tma.async_copy_global_to_shared(
                 vectors, [next_u * FACTORS + BETA, 0], ready_v, all_kept.index(worker + zero), pred=ahead
@@ -258,9 +258,9 @@ def _make_all(
         _await_stores(0)  # the store of T must have been written, not only read, before T is stored a second time
         barrier()
         if BESIDE:
-            _mark(made + past, till == 64)
+            mark(made + past, till == 64)
         rooms = all_k.index(worker), all_P.index(worker), all_T.index(worker), all_both.index(worker), swap
-        _mend(
+        mend(
             keys, inverses, factors, made, rooms, bounds, first_slots, slot_texts, t, gl.where(wildest < 64, items, 0),
             items, worker, stride_k, head_k, H, R, SHARED, GATED, NORMALIZE, PACKED, UP,
         )  # fmt: skip
@@ -276,7 +276,7 @@ def _make_beside(
     """Compute P and T of the items of one group of warps of a program that runs in parallel with the walk."""
     n = gl.program_id(0) + worker * gl.num_programs(0)
     if n >= items:
-        _link(LINK)
+        link(LINK)
     else:
         item = n if UP else items - 1 - n
         _make_all(
@@ -341,11 +341,11 @@ def head_scores(
     )  # fmt: skip
 
     if used is not None:
-        items = gl.minimum(_fresh(used, True).to(gl.int32) * H, items)
+        items = gl.minimum(fresh(used, True).to(gl.int32) * H, items)
     if made is None:
         item = items - 1 - gl.program_id(0)
         if item < 0:  # there are fewer chunks than programs
-            _link(LINK)
+            link(LINK)
             return
         _make_all(
             q, k, P, T, vectors, keys, inverses, factors, wild, made, room, 0, bounds, first_slots, slot_texts, t,

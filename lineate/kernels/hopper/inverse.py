@@ -8,19 +8,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from lineate.kernels.hopper.parts import _between, _chunk_bounds, _mark, _times, barrier
+from lineate.kernels.hopper.parts import barrier, between, chunk_bounds, mark, times
 from lineate.kernels.hopper.scores import (
     ACC,
     LOW,
     SMALL,
     WORKERS,
-    _diagonal,
-    _halves,
-    _invert_blocks,
-    _mask,
-    _merge_blocks,
-    _pack_bf16,
-    _pack_fp16,
+    diagonal,
+    halves,
+    invert_blocks,
+    mask,
+    merge_blocks,
+    pack_bf16,
+    pack_fp16,
 )
 from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, LOG2E
 from lineate.kernels.portable.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
@@ -35,22 +35,22 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def _vector(flat, NUMBER: gl.constexpr, layout: gl.constexpr):
+def vector(flat, NUMBER: gl.constexpr, layout: gl.constexpr):
     """Return one vector of 64 of a chunk's factors."""
     return flat.slice(NUMBER * 64, 64, 0).load(layout)
 
 
 @gluon.jit
-def _decays(flat, norms_k, logs_k, FIRST: gl.constexpr, GATED: gl.constexpr, NORMALIZE: gl.constexpr):
+def decays(flat, norms_k, logs_k, FIRST: gl.constexpr, GATED: gl.constexpr, NORMALIZE: gl.constexpr):
     """Return e^{G_i - G_j} / |k_j| for 32 columns from FIRST on; entries with j > i are arbitrary."""
     if GATED:
-        fine_j = _times(flat.slice(FINE * 64 + FIRST, 32, 0).load(LOW_COLUMN), -LOG2E)
+        fine_j = times(flat.slice(FINE * 64 + FIRST, 32, 0).load(LOW_COLUMN), -LOG2E)
         if NORMALIZE:
             fine_j = fine_j + logs_k.slice(FIRST, 32, 0).load(LOW_COLUMN)
-        fine_i = _times(_vector(flat, FINE, LOW_ROW), LOG2E)
+        fine_i = times(vector(flat, FINE, LOW_ROW), LOG2E)
         coarse_j = flat.slice(COARSE * 64 + FIRST, 32, 0).load(LOW_COLUMN)
-        coarse_i = _vector(flat, COARSE, LOW_ROW)
-        D = _between(coarse_i[:, None], coarse_j[None, :], fine_i[:, None], fine_j[None, :])
+        coarse_i = vector(flat, COARSE, LOW_ROW)
+        D = between(coarse_i[:, None], coarse_j[None, :], fine_i[:, None], fine_j[None, :])
     else:
         D = gl.zeros([64, 32], gl.float32, LOW)
         if NORMALIZE:
@@ -67,34 +67,34 @@ def _low(x):
 
 
 @gluon.jit
-def _decayed(QK, KK, D, to_q, here, zero, FIRST: gl.constexpr):
+def decayed(QK, KK, D, to_q, here, zero, FIRST: gl.constexpr):
     """Return P, and k k^T times the decays, for 32 columns from FIRST on."""
     i = gl.arange(0, 64, LOW_ROW)[:, None]
     j = gl.arange(0, 32, LOW_COLUMN)[None, :] + FIRST
-    return _pack_bf16(_low(QK) * D * to_q[:, None], _mask(i + zero >= j), _mask(i < here)), _low(KK) * D
+    return pack_bf16(_low(QK) * D * to_q[:, None], mask(i + zero >= j), mask(i < here)), _low(KK) * D
 
 
 @gluon.jit
-def _beside(a, b):
+def beside(a, b):
     """Concatenate 32 and 32 columns to an accumulator of 64."""
     x = gl.permute(gl.join(a, b), [0, 2, 1])
     return gl.convert_layout(gl.reshape(x, [64, 64]), ACC, assert_trivial=True)
 
 
 @gluon.jit
-def _system(low, high, to_k, rows, zero):
+def system(low, high, to_k, rows, zero):
     """Return N of the first rows in float16, columns ..32 and 32..; the rest is 0."""
     i = gl.arange(0, 64, LOW_ROW)[:, None]
     j = gl.arange(0, 32, LOW_COLUMN)[None, :]
-    valid = _mask(i < rows)
-    N_low = _pack_fp16(low * to_k[:, None], _mask(i + zero >= j), valid)
-    return N_low, _pack_fp16(high * to_k[:, None], _mask(i + zero >= j + 32), valid)
+    valid = mask(i < rows)
+    N_low = pack_fp16(low * to_k[:, None], mask(i + zero >= j), valid)
+    return N_low, pack_fp16(high * to_k[:, None], mask(i + zero >= j + 32), valid)
 
 
 @gluon.jit
-def _tame_rows(flat, squares, norms_k, here, GATED: gl.constexpr, NORMALIZE: gl.constexpr):
+def tame_rows(flat, squares, norms_k, here, GATED: gl.constexpr, NORMALIZE: gl.constexpr):
     """Return the first wild row, or 64, as solve.first_wild_row does; a row whose decay is NaN is wild too."""
-    rate = _vector(flat, BETA, LINE)
+    rate = vector(flat, BETA, LINE)
     tame = (rate >= 0.0) & (rate <= MOST_BETA)
     if NORMALIZE:
         norm = norms_k.load(LINE)
@@ -104,7 +104,7 @@ def _tame_rows(flat, squares, norms_k, here, GATED: gl.constexpr, NORMALIZE: gl.
         square = squares.load(LINE)
         tame = tame & (rate * square <= MOST_STEP) & (square <= MOST_SQUARE)
     if GATED:
-        tame = tame & (_vector(flat, COARSE, LINE) <= 0.0)
+        tame = tame & (vector(flat, COARSE, LINE) <= 0.0)
     each = gl.arange(0, 64, LINE)
     return gl.min(gl.where((tame == 0) & (each < here), each, 64), 0)
 
@@ -129,7 +129,7 @@ def _substitute(T, N_low, N_high, line, first, rows):
 
 
 @gluon.jit
-def _wild_inverse(
+def wild_inverse(
     tile_k,
     flat,
     norms_k,
@@ -148,13 +148,13 @@ def _wild_inverse(
     none = gl.zeros([64, 64], gl.float32, ACC)
     KK = warpgroup_mma(tile_k, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
     KK = warpgroup_mma_wait(0, deps=(KK,))
-    KK_low, KK_high = _halves(KK, 32)
-    low = _low(KK_low) * _decays(flat, norms_k, logs_k, 0, GATED, NORMALIZE)
-    high = _low(KK_high) * _decays(flat, norms_k, logs_k, 32, GATED, NORMALIZE)
-    N_low, N_high = _system(low, high, to_k, till, zero)
-    X, XN = _invert_blocks(N_low, N_high, swap, zero)
+    KK_low, KK_high = halves(KK, 32)
+    low = _low(KK_low) * decays(flat, norms_k, logs_k, 0, GATED, NORMALIZE)
+    high = _low(KK_high) * decays(flat, norms_k, logs_k, 32, GATED, NORMALIZE)
+    N_low, N_high = system(low, high, to_k, till, zero)
+    X, XN = invert_blocks(N_low, N_high, swap, zero)
     barrier()
-    T = _merge_blocks(N_low, X, XN, swap, both)
+    T = merge_blocks(N_low, X, XN, swap, both)
     i = gl.arange(0, 64, LOW_ROW)[:, None]
     j = gl.arange(0, 32, LOW_COLUMN)[None, :]
     low = gl.where(i > j, low * to_k[:, None], 0.0)
@@ -163,7 +163,7 @@ def _wild_inverse(
 
 
 @gluon.jit
-def _mend(
+def mend(
     k, T, factors, made, rooms, bounds, first_slots, slot_texts, t, wanted, items, worker: gl.constexpr, stride_k,
     head_k,
     H: gl.constexpr, R: gl.constexpr, SHARED: gl.constexpr, GATED: gl.constexpr, NORMALIZE: gl.constexpr,
@@ -182,7 +182,7 @@ def _mend(
     step = gl.num_programs(0) * (1 if made is None else WORKERS)
     for n in range(gl.program_id(0) + worker * gl.num_programs(0), wanted, step):
         item = n if UP else items - 1 - n
-        start, rows = _chunk_bounds(item // H, bounds, first_slots, slot_texts, t, PACKED)
+        start, rows = chunk_bounds(item // H, bounds, first_slots, slot_texts, t, PACKED)
         i = gl.arange(0, 64, gl.SliceLayout(1, rows_of))[:, None]
         x = gl.arange(0, WIDTH, gl.SliceLayout(0, rows_of))[None, :]
         keys = k + (start.to(gl.int64) + i) * stride_k + item % H // SHARED * head_k + x
@@ -193,7 +193,7 @@ def _mend(
         none = gl.zeros([64, 64], gl.float32, ACC)
         KK = warpgroup_mma(tile, tile.permute([1, 0]), none, use_acc=False, is_async=True)
         KK = warpgroup_mma_wait(0, deps=(KK,))
-        square = _diagonal(KK, SMALL)
+        square = diagonal(KK, SMALL)
         norms_k = small.index(0)
         logs_k = small.index(1)
         if NORMALIZE:
@@ -209,12 +209,12 @@ def _mend(
             barrier()
             flat.store(given)
             barrier()
-            till = _tame_rows(flat, norms_k, norms_k, rows, GATED, NORMALIZE)
+            till = tame_rows(flat, norms_k, norms_k, rows, GATED, NORMALIZE)
             if till < 64:
-                to_k = _vector(flat, BETA, LOW_ROW) * -1.0
+                to_k = vector(flat, BETA, LOW_ROW) * -1.0
                 if NORMALIZE:
                     to_k = to_k * norms_k.load(LOW_ROW)
-                again = _wild_inverse(
+                again = wild_inverse(
                     tile, flat, norms_k, logs_k, to_k, small.index(2), swap, both, till, rows, n >> 28, GATED, NORMALIZE
                 )
                 j = gl.arange(0, 64, ROW)[:, None]
@@ -222,4 +222,4 @@ def _mend(
                 gl.store(to, again.to(gl.bfloat16), mask=j >= till)
             if made is not None:  # (of all chunks, so that the walk can rely on it)
                 barrier()
-                _mark(made + at, n >= 0)
+                mark(made + at, n >= 0)

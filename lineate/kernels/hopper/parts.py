@@ -12,7 +12,7 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 
 
 
 @gluon.jit
-def _link(LINK: gl.constexpr):
+def link(LINK: gl.constexpr):
     """The link of layout.py, in Gluon."""
     if LINK != 0:
         gdc_wait()
@@ -21,14 +21,23 @@ def _link(LINK: gl.constexpr):
 
 
 @gluon.jit
-def _fresh(at, there):
-    """Load with L1 bypassed, because an earlier launch may have just written these values; allowed before _link."""
+def overlap():
+    """Let the next launch begin, and wait for the previous one (launching.overlapping)."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fresh(at, there):
+    """Load with L1 bypassed, because an earlier launch may have just written these values; allowed before link."""
     return gl.load(at, mask=there, other=0, cache_modifier=".cg")
 
 
 @gluon.jit
-def _mark(at, there):
-    """Set a mark to 1, for another launch that waits for it (_await_mark); nothing without a mark.
+def mark(at, there):
+    """Set a mark to 1, for another launch that waits for it (await_mark); nothing without a mark.
 
     All threads call this, after a barrier that follows all their earlier writes.
     """
@@ -39,7 +48,7 @@ def _mark(at, there):
 
 
 @gluon.jit
-def _await_mark(made, at, there):
+def await_mark(made, at, there):
     """Wait until a mark of made is not 0; nothing if made is None or the chunk does not exist.
 
     Copies (TMA) then see the data written before the mark was set.
@@ -55,19 +64,24 @@ def _await_mark(made, at, there):
 
 
 @gluon.jit
-def _end_beside(made):
+def end_beside(made):
     """Wait for the launch that sets the marks, so that it has ended when this launch has."""
     if made is not None:
         gdc_wait()
 
 
 @gluon.jit
-def _exp2(x):
+def exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def _between(coarse_i, coarse_j, fine_i, fine_j):
+def sigmoid(x):
+    return 1.0 / (1.0 + gl.exp(-x))
+
+
+@gluon.jit
+def between(coarse_i, coarse_j, fine_i, fine_j):
     """Return 2^((coarse_i - coarse_j) log2(e) + fine_i + fine_j), each operation rounded as written.
 
     Several kernels compute the same decays; fusion by the compiler would give each of them different bits.
@@ -80,13 +94,13 @@ def _between(coarse_i, coarse_j, fine_i, fine_j):
 
 
 @gluon.jit
-def _times(x, y):
+def times(x, y):
     """Return x y, rounded before anything is added."""
     return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def _round(x):
+def round_bf16(x):
     """Round x to bfloat16, two numbers at a time.
 
     (With `to`, the compiler would cut to the triangle after the rounding, one number at a time.)
@@ -97,13 +111,13 @@ def _round(x):
 
 
 @gluon.jit
-def _half(ring, stage, FIRST: gl.constexpr):
+def half(ring, stage, FIRST: gl.constexpr):
     """Return 64 columns of a tile."""
     return ring.index(stage).slice(FIRST, 64, 1)
 
 
 @gluon.jit
-def _segment(item, first_cuts, cut_texts, lasts, segments, CUT: gl.constexpr, PACKED: gl.constexpr):
+def find_segment(item, first_cuts, cut_texts, lasts, segments, CUT: gl.constexpr, PACKED: gl.constexpr):
     """The find_segment of layout.py, in Gluon. Unless CUT, no sequence is cut."""
     text = item
     segment = 0
@@ -111,10 +125,10 @@ def _segment(item, first_cuts, cut_texts, lasts, segments, CUT: gl.constexpr, PA
     if CUT:
         cut = item - lasts
         if PACKED:
-            text = gl.where(cut < 0, item, _fresh(cut_texts + cut, cut >= 0))
+            text = gl.where(cut < 0, item, fresh(cut_texts + cut, cut >= 0))
             there = text >= 0
-            first_cut = _fresh(first_cuts + text, there)
-            segments = _fresh(first_cuts + text + 1, there) - first_cut + 1
+            first_cut = fresh(first_cuts + text, there)
+            segments = fresh(first_cuts + text + 1, there) - first_cut + 1
         else:
             text = gl.where(cut < 0, item, cut // (segments - 1))
             first_cut = text * (segments - 1)
@@ -125,7 +139,7 @@ def _segment(item, first_cuts, cut_texts, lasts, segments, CUT: gl.constexpr, PA
 
 
 @gluon.jit
-def _entering(
+def entering_state(
     outer, inner, text, segment, cut, head, first, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
     """Return the position of the state before a segment, from column `first` on: at a cut, or before the sequence."""
@@ -136,12 +150,12 @@ def _entering(
 
 
 @gluon.jit
-def _text_bounds(text, bounds, first_slots, t, PACKED: gl.constexpr):
+def text_bounds(text, bounds, first_slots, t, PACKED: gl.constexpr):
     """The text_bounds of layout.py, in 32 bits."""
     if PACKED:
-        start = _fresh(bounds + text, True).to(gl.int32)
-        length = _fresh(bounds + text + 1, True).to(gl.int32) - start
-        slot = _fresh(first_slots + text, True).to(gl.int32)
+        start = fresh(bounds + text, True).to(gl.int32)
+        length = fresh(bounds + text + 1, True).to(gl.int32) - start
+        slot = fresh(first_slots + text, True).to(gl.int32)
     else:
         start = text * t
         length = t
@@ -150,7 +164,7 @@ def _text_bounds(text, bounds, first_slots, t, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def _chunk_bounds(slot, bounds, first_slots, slot_texts, t, PACKED: gl.constexpr):
+def chunk_bounds(slot, bounds, first_slots, slot_texts, t, PACKED: gl.constexpr):
     """The chunk_bounds of layout.py, in 32 bits."""
     if PACKED:
         text = gl.load(slot_texts + slot).to(gl.int32)
@@ -168,14 +182,14 @@ def _chunk_bounds(slot, bounds, first_slots, slot_texts, t, PACKED: gl.constexpr
 
 
 @gluon.jit
-def _expect(sources, ready, stage, there):
-    """Announce the bytes of one chunk's tiles to their barriers; call this before _fetch."""
+def expect(sources, ready, stage, there):
+    """Announce the bytes of one chunk's tiles to their barriers; call this before fetch."""
     for x in gl.static_range(len(sources)):
         mbarrier.expect(ready[x].index(stage), sources[x].block_type.nbytes, pred=there)
 
 
 @gluon.jit
-def _fetch(sources, kept, ready, places, stage, there):
+def fetch(sources, kept, ready, places, stage, there):
     """Fetch one chunk's tiles, each with its own barrier.
 
     With one barrier for all tiles, the threads would have to meet before each fetch.
@@ -185,7 +199,7 @@ def _fetch(sources, kept, ready, places, stage, there):
 
 
 @gluon.jit
-def _ring(source, STAGES: gl.constexpr):
+def make_ring(source, STAGES: gl.constexpr):
     """Allocate buffers for STAGES tiles, and their barriers."""
     shape: gl.constexpr = source.block_type.shape
     kept = gl.allocate_shared_memory(source.dtype, [STAGES, shape[0], shape[1]], source.layout)
@@ -196,7 +210,7 @@ def _ring(source, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _upcoming(stage, phase, STAGES: gl.constexpr):
+def next_buffer(stage, phase, STAGES: gl.constexpr):
     """Return the next buffer of a ring, and the phase of its barriers."""
     last = stage == STAGES - 1
     turn = gl.where(last, phase ^ 1, phase)
@@ -204,7 +218,7 @@ def _upcoming(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _signals(STAGES: gl.constexpr, OUTS: gl.constexpr):
+def signals(STAGES: gl.constexpr, OUTS: gl.constexpr):
     """Allocate the barriers between the warps that walk and the warp that copies: done[stage], free[m]."""
     done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [OUTS, 1], mbarrier.MBarrierLayout())
@@ -216,7 +230,7 @@ def _signals(STAGES: gl.constexpr, OUTS: gl.constexpr):
 
 
 @gluon.jit
-def _trim(ring, ready, stage, phase, rows):
+def trim(ring, ready, stage, phase, rows):
     """Wait for a tile, then set its rows below the sequence's last one to 0."""
     mbarrier.wait(ready.index(stage), phase)
     tile = ring.index(stage)
@@ -229,13 +243,13 @@ def _trim(ring, ready, stage, phase, rows):
 
 
 @gluon.jit
-def _factor(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
+def factor(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
     """Return one vector of 64 of the factors, as a row: [1, 64]."""
     return kept_factors.index(stage).slice(ROW, 1, 0).load(layout)
 
 
 @gluon.jit
-def _store_rows(tile, at, stride, rows):
+def store_rows(tile, at, stride, rows):
     """Store the first rows of a tile; the rows after them in memory are another sequence's."""
     across: gl.constexpr = tile.shape[1] // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [gl.num_warps(), 1], [1, 0])
@@ -247,7 +261,7 @@ def _store_rows(tile, at, stride, rows):
 
 
 @gluon.jit
-def _column(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
+def column(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
     """Return one vector of 64 of the factors, in a layout of one dimension.
 
     (Triton 3.6 ignores permute on tiles without a swizzle.)
@@ -258,34 +272,34 @@ def _column(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _rates(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
+def rates(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
     """Return one vector of 64 of the factors, as a column: [64, 1]."""
-    return _column(kept_factors, stage, ROW, gl.SliceLayout(1, layout))[:, None]
+    return column(kept_factors, stage, ROW, gl.SliceLayout(1, layout))[:, None]
 
 
 @gluon.jit
-def _within(item, items):
+def within(item, items):
     """Return the item if it exists, else 0."""
     return gl.maximum(gl.minimum(item, items - 1), 0)
 
 
 @gluon.jit
-def _chunk(item, bounds, first_slots, slot_texts, t, H: gl.constexpr, PACKED: gl.constexpr):
+def chunk(item, bounds, first_slots, slot_texts, t, H: gl.constexpr, PACKED: gl.constexpr):
     """Return the slot, first token and number of rows of an item's chunk."""
     slot = item // H
-    start, rows = _chunk_bounds(slot, bounds, first_slots, slot_texts, t, PACKED)
+    start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, PACKED)
     return slot, start, rows
 
 
 @gluon.jit
-def _inverse_norms(tile, layout: gl.constexpr, to: gl.constexpr):
+def inverse_norms(tile, layout: gl.constexpr, to: gl.constexpr):
     """Return 1 / |x_i| for the rows of a tile, [64]."""
     x = tile.load(layout).to(gl.float32)
     return gl.convert_layout(gl.rsqrt(gl.sum(x * x, 1) + 1e-6), to)
 
 
 @gluon.jit
-def _through_norm(total, tile, norm, layout: gl.constexpr):
+def through_norm(total, tile, norm, layout: gl.constexpr):
     """Return the gradient of vectors from that of their unit vectors times the inverse norms."""
     x = tile.load(layout).to(gl.float32)
     along = gl.sum(x * total, 1) * norm * norm

@@ -18,12 +18,14 @@ exponent and digits, make one that is a power of 2 smaller.
 A program adds the sums of its warps in a fixed order, and no row of x changes the bits of another.
 """
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from lineate.kernels.hopper.few_rows import _sigmoid
-from lineate.kernels.hopper.parts import barrier
+from lineate.kernels.hopper.parts import barrier, overlap, sigmoid
+from lineate.kernels.hopper.row_convolution import convolve_newest, load_past
 
 # A word has the codes of columns 0 1 2 3 (4 bits: and 16 17 18 19 in the high halves of its bytes). A register of
 # results has two columns, in the order 0 2, 1 3 (16 18, 17 19). lop3 with 0xea is (a & b) | c, with 0xae (~a & b) | c.
@@ -81,19 +83,19 @@ _EIGHT = gl.constexpr("=r,=r,r,r,r,r")
 
 
 @gluon.constexpr_function
-def _steps(count, dim, rank, unit=1):
+def _steps(count: int, dim: int, rank: int, unit: int = 1) -> list[list[int]]:
     """Return the bases of `count` positions along a dimension, with stride `unit`."""
     return [[unit * 2**i if d == dim else 0 for d in range(rank)] for i in range((count - 1).bit_length())]
 
 
 @gluon.constexpr_function
-def _power(n):
+def _power(n: int) -> int:
     """Return the least power of two that is not less than n."""
     return 1 << (n - 1).bit_length()
 
 
 @gluon.constexpr_function
-def _code_layout(groups, tiles, steps, columns, WK, WM):
+def _code_layout(groups: int, tiles: int, steps: int, columns: int, WK: int, WM: int) -> Any:
     """Return the layout of codes `groups tiles steps 16 columns` as the left operand, 4 rows of a tile in a thread."""
     registers = [
         *_steps(columns, 4, 5),
@@ -107,7 +109,7 @@ def _code_layout(groups, tiles, steps, columns, WK, WM):
 
 
 @gluon.constexpr_function
-def _scale_layout(groups, tiles, WK, WM):
+def _scale_layout(groups: int, tiles: int, WK: int, WM: int) -> Any:
     """Return the layout of scales `groups tiles 16` that matches the sums of their rows."""
     registers = [*_steps(4, 2, 3), *_steps(groups // WK, 0, 3, WK)]
     lanes = [[0, 0, 0], [0, 0, 0], *_steps(4, 2, 3, 4), *_steps(2, 1, 3)]
@@ -116,7 +118,7 @@ def _scale_layout(groups, tiles, WK, WM):
 
 
 @gluon.constexpr_function
-def _row_layout(groups, rows, WK, WM):
+def _row_layout(groups: int, rows: int, WK: int, WM: int) -> Any:
     """Return the layout of x `groups rows 32` as the right operand."""
     registers = [*_steps(4, 2, 3), [0, 0, 16], *_steps(rows // 8, 1, 3, 8), *_steps(groups // WK, 0, 3, WK)]
     lanes = [*_steps(4, 2, 3, 4), *_steps(8, 1, 3)]
@@ -125,7 +127,7 @@ def _row_layout(groups, rows, WK, WM):
 
 
 @gluon.constexpr_function
-def _along(dim, layout):
+def _along(dim: int, layout: Any) -> tuple[Any, list[int]]:
     """Return the layout of a vector along one dimension of a tensor, and the other dimensions."""
     others = [d for d in range(layout.rank) if d != dim]
     for d in reversed(others):
@@ -178,15 +180,6 @@ def _fetch_scales(ring, at, first, limit, groups, stage, FP8: gl.constexpr):
 
 
 @gluon.jit
-def _overlap():
-    """Let the next launch begin, and wait for the previous one."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _number(t, tile, TILES: gl.constexpr, GATED: gl.constexpr):
     """Return which tile after `tile` a program's tile t is; a missing one is the last tile, and is not stored."""
     if GATED:  # tile 2p is a gate, tile 2p+1 its factor
@@ -233,7 +226,7 @@ def multiply_quantised_rows(
     if experts is not None:
         pair = gl.program_id(1)
         if OVERLAP:
-            _overlap()
+            overlap()
         expert = gl.load(experts + pair).to(gl.int64) * ((2 if GATED else 1) * TILES)
         codes += expert * (G * WORDS)
         scales += expert * SCALES
@@ -279,19 +272,9 @@ def multiply_quantised_rows(
     if norm is not None:
         factor = gl.load(norm + k, mask=k < K, other=0.0).to(gl.float32) + SHIFT
     if CHANNELS:
-        moves = (n < CHANNELS) & (r < rows)
-        at = past + (r * CHANNELS + n) * (SIZE - 1)
-        x1 = gl.load(at + (SIZE - 2), mask=moves, other=0.0).to(gl.float32)
-        sums = x1 * gl.load(taps + n * SIZE + (SIZE - 2), mask=n < CHANNELS, other=0.0).to(gl.float32)
-        if SIZE > 2:
-            x2 = gl.load(at + (SIZE - 3), mask=moves, other=0.0).to(gl.float32)
-            sums += x2 * gl.load(taps + n * SIZE + (SIZE - 3), mask=n < CHANNELS, other=0.0).to(gl.float32)
-        if SIZE > 3:
-            x3 = gl.load(at, mask=moves, other=0.0).to(gl.float32)
-            sums += x3 * gl.load(taps + n * SIZE, mask=n < CHANNELS, other=0.0).to(gl.float32)
-        newest = gl.load(taps + n * SIZE + (SIZE - 1), mask=n < CHANNELS, other=0.0).to(gl.float32)
+        moves, at, x1, x2, sums, newest = load_past(past, taps, n, r, rows, CHANNELS, SIZE)
     if OVERLAP and experts is None:
-        _overlap()
+        overlap()
 
     if ONE:
         row = gl.load(x + k, mask=k < limit * 32, other=0.0).to(gl.float32)
@@ -349,19 +332,12 @@ def multiply_quantised_rows(
     if GATED:
         both: gl.constexpr = gl.BlockedLayout([1, 1, 1, 2], [1, 4, 8, 1], [num_warps, 1, 1, 1], [3, 2, 1, 0])
         gate, up = gl.split(gl.convert_layout(found.reshape([M // 8, 2, 4, R]).permute([0, 2, 3, 1]), both))
-        found = (gate * _sigmoid(gate) * up).reshape([MO, R])
+        found = (gate * sigmoid(gate) * up).reshape([MO, R])
     found = gl.convert_layout(found, along)
     if bias is not None:
         found += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)
     if CHANNELS:
-        x0 = found.to(past.dtype.element_ty).to(gl.float32)  # rounded as in the state
-        sums += x0 * newest
-        found = gl.where(n < CHANNELS, sums * _sigmoid(sums), x0)
-        gl.store(at + (SIZE - 2), x0.to(past.dtype.element_ty), mask=moves)
-        if SIZE > 2:
-            gl.store(at + (SIZE - 3), x1.to(past.dtype.element_ty), mask=moves)
-        if SIZE > 3:
-            gl.store(at, x2.to(past.dtype.element_ty), mask=moves)
+        found = convolve_newest(found, past, n, moves, at, x1, x2, sums, newest, CHANNELS, SIZE)
     if residual is not None:
         found += added
     gl.store(y + (part * rows + r) * N + n, found.to(y.dtype.element_ty), mask=has)

@@ -23,12 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.hopper.parts import _fresh, barrier
+from lineate.kernels.hopper.parts import barrier, fresh
 from lineate.kernels.portable.gates import BETA
 
 
 @gluon.jit
-def _pack_bf16(x, a, b):
+def pack_bf16(x, a, b):
     """Return x in bfloat16 where both masks (int16) are -1, else 0."""
     return gl.inline_asm_elementwise(
         "{.reg .b32 y; cvt.rn.bf16x2.f32 y, $2, $1; lop3.b32 $0, y, $3, $4, 0x80;}", "=r,f,f,r,r", [x, a, b],
@@ -37,7 +37,7 @@ def _pack_bf16(x, a, b):
 
 
 @gluon.jit
-def _pack_fp16(x, a, b):
+def pack_fp16(x, a, b):
     return gl.inline_asm_elementwise(
         "{.reg .b32 y; cvt.rn.f16x2.f32 y, $2, $1; lop3.b32 $0, y, $3, $4, 0x80;}", "=r,f,f,r,r", [x, a, b],
         dtype=gl.float16, is_pure=True, pack=2,
@@ -92,7 +92,7 @@ def _as_right(x, mma: gl.constexpr):
 
 
 @gluon.jit
-def _halves(x, n: gl.constexpr):
+def halves(x, n: gl.constexpr):
     """Split [64, 2 n] into its left and right columns."""
     return gl.split(gl.permute(gl.reshape(x, [64, 2, n]), [0, 2, 1]))
 
@@ -111,17 +111,17 @@ def _beside(a, b, layout: gl.constexpr):
 
 
 @gluon.jit
-def _diagonal(x, mma: gl.constexpr):
+def diagonal(x, mma: gl.constexpr):
     """Return x_ii of an accumulator, [64]."""
-    low, high = _halves(x, 32)
-    return _diagonal_of_halves(low, high, mma)
+    low, high = halves(x, 32)
+    return diagonal_of_halves(low, high, mma)
 
 
 @gluon.jit
-def _diagonal_of_halves(low, high, mma: gl.constexpr):
+def diagonal_of_halves(low, high, mma: gl.constexpr):
     """Return x_ii of an accumulator whose columns ..32 and 32.. are given, [64]."""
-    a, b = _halves(low, 16)
-    c, d = _halves(high, 16)
+    a, b = halves(low, 16)
+    c, d = halves(high, 16)
     w = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
     own = gl.where(
         w < 2, gl.where(w < 1, _block(a, mma), _block(b, mma)), gl.where(w < 3, _block(c, mma), _block(d, mma))
@@ -132,27 +132,27 @@ def _diagonal_of_halves(low, high, mma: gl.constexpr):
 
 
 @gluon.jit
-def _text(slot, slot_texts, PACKED: gl.constexpr):
+def slot_text(slot, slot_texts, PACKED: gl.constexpr):
     text = slot
     if PACKED:
-        text = _fresh(slot_texts + slot, True).to(gl.int32)
+        text = fresh(slot_texts + slot, True).to(gl.int32)
     return text
 
 
 @gluon.jit
-def _begin_end(text, bounds, first_slots, PACKED: gl.constexpr):
+def begin_end(text, bounds, first_slots, PACKED: gl.constexpr):
     begin = text
     end = text
     first = text
     if PACKED:
-        begin = _fresh(bounds + text, True).to(gl.int32)
-        end = _fresh(bounds + text + 1, True).to(gl.int32)
-        first = _fresh(first_slots + text, True).to(gl.int32)
+        begin = fresh(bounds + text, True).to(gl.int32)
+        end = fresh(bounds + text + 1, True).to(gl.int32)
+        first = fresh(first_slots + text, True).to(gl.int32)
     return begin, end, first
 
 
 @gluon.jit
-def _place(slot, begin, end, first, t, PACKED: gl.constexpr):
+def place(slot, begin, end, first, t, PACKED: gl.constexpr):
     """The chunk_bounds of layout.py, in 32 bits."""
     if PACKED:
         start = begin + (slot - first) * 64
@@ -167,13 +167,13 @@ def _place(slot, begin, end, first, t, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def _mask(x):
+def mask(x):
     """Return -1 where x, else 0, in 16 bits."""
     return gl.where(x, -1, 0).to(gl.int16)
 
 
 @gluon.jit
-def _row(vectors, ROW: gl.constexpr, layout: gl.constexpr):
+def factor_row(vectors, ROW: gl.constexpr, layout: gl.constexpr):
     """Return one vector of 64 of the unit's factors (from BETA on)."""
     return vectors.slice((ROW - BETA) * 64, 64, 0).load(layout)
 
@@ -197,19 +197,19 @@ TILES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0]))
 
 
 @gluon.jit
-def _invert_blocks(N_low, N_high, swap, zero):
+def invert_blocks(N_low, N_high, swap, zero):
     """Do levels 0 to 3, and the first half of level 4; return X and X N of the adjacent block.
 
     N_low, N_high: columns ..32 and 32.. of N. swap `4 16 16` gets X of the even warps, then of the odd ones. A barrier
-    must follow before _merge_blocks. zero: 0, unknown to the compiler, which would otherwise keep masks in registers.
+    must follow before merge_blocks. zero: 0, unknown to the compiler, which would otherwise keep masks in registers.
     """
-    N0, N1 = _halves(N_low, 16)
-    N2, N3 = _halves(N_high, 16)
+    N0, N1 = halves(N_low, 16)
+    N2, N3 = halves(N_high, 16)
     N0, N1, N2, N3 = _block(N0, SMALL), _block(N1, SMALL), _block(N2, SMALL), _block(N3, SMALL)
     w = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, SMALL)))[:, None, None]
     own = _pick(N0, N1, N2, N3, w.to(gl.int16))
-    odd = _mask((w & 1) == 1)
-    beside = _and(_pick2(N0, N2, _mask(w < 2)), odd)
+    odd = mask((w & 1) == 1)
+    beside = _and(_pick2(N0, N2, mask(w < 2)), odd)
     # Invert a warp's own block.
     bi = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, SMALL)))[None, :, None] + zero
     bj = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, SMALL)))[None, None, :]
@@ -217,10 +217,10 @@ def _invert_blocks(N_low, N_high, swap, zero):
     rj = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, SMALL_RIGHT)))[None, None, :]
     apart = ri ^ rj
     nothing = gl.zeros([4, 16, 16], gl.float16, SMALL)
-    X = _and_or(own, _mask((bi ^ bj) == 1), gl.where(bi == bj, 0x3C00, 0).to(gl.int16))
+    X = _and_or(own, mask((bi ^ bj) == 1), gl.where(bi == bj, 0x3C00, 0).to(gl.int16))
     right = _as_right(own, SMALL)
     for level in gl.static_range(1, 4):
-        XN = mma_v2(gl.convert_layout(X, SMALL_LEFT), _and(right, _mask((apart >> level) == 1)), nothing)
+        XN = mma_v2(gl.convert_layout(X, SMALL_LEFT), _and(right, mask((apart >> level) == 1)), nothing)
         X = mma_v2(gl.convert_layout(XN, SMALL_LEFT), _as_right(X, SMALL), X)
     XN = mma_v2(gl.convert_layout(X, SMALL_LEFT), _as_right(beside, SMALL), nothing)
     turned = gl.permute(gl.reshape(_as_right(X, SMALL), [2, 2, 16, 16]), [1, 0, 2, 3])
@@ -229,18 +229,18 @@ def _invert_blocks(N_low, N_high, swap, zero):
 
 
 @gluon.jit
-def _merge_blocks(N_low, X, XN, swap, both):
+def merge_blocks(N_low, X, XN, swap, both):
     """Do the rest: return T [64, 64]. both: a buffer for X of rows ..32 and N of the other rows."""
     w = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, SMALL)))[:, None, None]
-    odd = _mask((w & 1) == 1)
+    odd = mask((w & 1) == 1)
     even = swap.slice(0, 2, 0).load(gl.SliceLayout(1, PAIRS))[:, None, :, :]
     even, _ = gl.broadcast(even, gl.zeros([2, 2, 16, 16], gl.float16, PAIRS))
     even = gl.convert_layout(gl.reshape(even, [4, 16, 16]), SMALL_RIGHT, assert_trivial=True)
     Xs = mma_v2(gl.convert_layout(XN, SMALL_LEFT), even, gl.zeros([4, 16, 16], gl.float16, SMALL))
     # Blocks of 32 x 32: (X, 0) of an even warp, (Xs, X) of an odd one; the upper in the first 32 columns.
     pair = _beside(_pick2(Xs, X, odd), _and(X, odd), LOW)
-    upper = _mask(gl.arange(0, 64, gl.SliceLayout(1, LOW)) < 32)[:, None]
-    lower = _mask(gl.arange(0, 64, gl.SliceLayout(1, LOW)) >= 32)[:, None]
+    upper = mask(gl.arange(0, 64, gl.SliceLayout(1, LOW)) < 32)[:, None]
+    lower = mask(gl.arange(0, 64, gl.SliceLayout(1, LOW)) >= 32)[:, None]
     X_low = _and(pair, upper)
     X_high = _and(pair, lower)
     both.store(_and_or(gl.convert_layout(N_low, LOW, assert_trivial=True), lower, X_low))

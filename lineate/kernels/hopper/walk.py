@@ -31,26 +31,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lineate.kernels.hopper.parts import (
     COPY_REGISTERS,
-    _await_mark,
-    _between,
-    _end_beside,
-    _entering,
-    _expect,
-    _factor,
-    _fetch,
-    _fresh,
-    _half,
-    _link,
-    _rates,
-    _ring,
-    _round,
-    _segment,
-    _signals,
-    _text_bounds,
-    _times,
-    _trim,
-    _upcoming,
+    await_mark,
     barrier,
+    between,
+    end_beside,
+    entering_state,
+    expect,
+    factor,
+    fetch,
+    find_segment,
+    fresh,
+    half,
+    link,
+    make_ring,
+    next_buffer,
+    rates,
+    round_bf16,
+    signals,
+    text_bounds,
+    times,
+    trim,
 )
 from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, LAST, LOG2E, READ_K, READ_Q, WRITE
 
@@ -76,9 +76,9 @@ def _places(
 @gluon.jit
 def _keep(entering, stage, held0, held1, layout: gl.constexpr, H: gl.constexpr):
     """Write the state that entered a chunk to shared memory, to be stored."""
-    _half(entering, stage, 0).store(gl.convert_layout(held0, layout))
+    half(entering, stage, 0).store(gl.convert_layout(held0, layout))
     if H == 2:
-        _half(entering, stage, 64).store(gl.convert_layout(held1, layout))
+        half(entering, stage, 64).store(gl.convert_layout(held1, layout))
 
 
 @gluon.jit
@@ -88,12 +88,12 @@ def _compare(
 ):  # fmt: skip
     """Wait for values and factors; return beta V [BV, 64], 0 unless valued, and the factor of Kr S in beta E."""
     mbarrier.wait(ready_factors.index(stage), phase, pred=there)
-    beta = _factor(kept_factors, stage, H if CHANNEL else BETA, layout)
+    beta = factor(kept_factors, stage, H if CHANNEL else BETA, layout)
     rate = beta
     if not CHANNEL:
-        rate = beta * _factor(kept_factors, stage, READ_K, layout)
+        rate = beta * factor(kept_factors, stage, READ_K, layout)
     mbarrier.wait(ready_v.index(stage), phase, pred=there)
-    return _times(_values(kept_v, stage, valued, layout), beta), rate
+    return times(_values(kept_v, stage, valued, layout), beta), rate
 
 
 @gluon.jit
@@ -123,12 +123,12 @@ def _score(QK, kept_factors, stage, scale, zero, layout: gl.constexpr, GATED: gl
     i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] + zero
     j = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
     if GATED:
-        fine_j = _times(_factor(kept_factors, stage, FINE, layout), -LOG2E)
-        fine_i = _times(_rates(kept_factors, stage, FINE, layout), LOG2E)
-        coarse_i = _rates(kept_factors, stage, COARSE, layout)
+        fine_j = times(factor(kept_factors, stage, FINE, layout), -LOG2E)
+        fine_i = times(rates(kept_factors, stage, FINE, layout), LOG2E)
+        coarse_i = rates(kept_factors, stage, COARSE, layout)
         # (entries with j > i are arbitrary)
-        QK = QK * _between(coarse_i, _factor(kept_factors, stage, COARSE, layout), fine_i, fine_j)
-    return _round(gl.where(i >= j, QK * scale, 0.0))
+        QK = QK * between(coarse_i, factor(kept_factors, stage, COARSE, layout), fine_i, fine_j)
+    return round_bf16(gl.where(i >= j, QK * scale, 0.0))
 
 
 @gluon.jit
@@ -147,20 +147,20 @@ def _copy_tiles(
         places = _places(
             token + s * 64, at + s * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP, SCORES
         )  # fmt: skip
-        _await_mark(made, at + s * HV, s < count)
-        _expect(sources, ready, s, s < count)
-        _fetch(sources, kept, ready, places, s, s < count)
+        await_mark(made, at + s * HV, s < count)
+        expect(sources, ready, s, s < count)
+        fetch(sources, kept, ready, places, s, s < count)
     stage = 0
     phase = 0
     for n in range(count):
         there = n + STAGES < count
-        _await_mark(made, at + STAGES * HV, there)  # (here, because the load takes a while)
+        await_mark(made, at + STAGES * HV, there)  # (here, because the load takes a while)
         mbarrier.wait(done.index(stage), phase)
         places = _places(
             token + STAGES * 64, at + STAGES * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP, SCORES
         )  # fmt: skip
-        _expect(sources, ready, stage, there)
-        _fetch(sources, kept, ready, places, stage, there)
+        expect(sources, ready, stage, there)
+        fetch(sources, kept, ready, places, stage, there)
         if not MAP:
             # (The last chunk may be partial and is stored by the others, so here its store goes outside of the output.)
             row = gl.where(n + 1 < count, token, output.shape[0])
@@ -171,9 +171,9 @@ def _copy_tiles(
             mbarrier.arrive(free.index((n + 1) % OUTS), count=1, pred=n + 1 >= OUTS)
         token += 64
         at += HV
-        stage, phase = _upcoming(stage, phase, STAGES)
+        stage, phase = next_buffer(stage, phase, STAGES)
     tma.store_wait(0)
-    _end_beside(made)
+    end_beside(made)
 
 
 @gluon.jit
@@ -204,26 +204,26 @@ def _walk(
         if H == 2:
             S1 = gl.where(i + (first - V) == j + 64, 1.0, gl.load(start + i + (j + 64) * V, mask=given, other=0.0))
     else:
-        S0 = _fresh(start + i + j * V, True)  # (with `made`, there was no wait for the previous launch)
+        S0 = fresh(start + i + j * V, True)  # (with `made`, there was no wait for the previous launch)
         S1 = S0
         if H == 2:
-            S1 = _fresh(start + i + (j + 64) * V, True)
+            S1 = fresh(start + i + (j + 64) * V, True)
     O = none.to(dtype)
     held0 = gl.convert_layout(S0.to(dtype), left)
     held1 = gl.convert_layout(S1.to(dtype), left)
     KS = none
     if (count == 1) & (rows < 64):
-        _trim(kept_k, ready_k, 0, 0, rows)
-        _trim(kept_v, ready_v, 0, 0, rows)
+        trim(kept_k, ready_k, 0, 0, rows)
+        trim(kept_v, ready_v, 0, 0, rows)
         if CHANNEL and CORRECTS:
-            _trim(kept_w, ready_w, 0, 0, rows)
+            trim(kept_w, ready_w, 0, 0, rows)
         fence_async_shared()
         barrier()
     if CORRECTS:
         mbarrier.wait(ready_k.index(0), 0, pred=count > 0)
-        KS = warpgroup_mma(held0, _half(kept_k, 0, 0).permute([1, 0]), none, use_acc=False, is_async=True)
+        KS = warpgroup_mma(held0, half(kept_k, 0, 0).permute([1, 0]), none, use_acc=False, is_async=True)
         if H == 2:
-            KS = warpgroup_mma(held1, _half(kept_k, 0, 64).permute([1, 0]), KS, is_async=True)
+            KS = warpgroup_mma(held1, half(kept_k, 0, 64).permute([1, 0]), KS, is_async=True)
         if MAP:  # (otherwise ptxas, which knows S here, waits after every product)
             KS = warpgroup_mma_wait(0, deps=(KS,))
         goal, rate = _compare(
@@ -245,17 +245,17 @@ def _walk(
     barrier()
     for n in range(count):
         out_stage = n % OUTS
-        upcoming, turn = _upcoming(stage, phase, STAGES)
+        upcoming, turn = next_buffer(stage, phase, STAGES)
         if (n + 2 == count) & (rows < 64):
-            _trim(kept_k, ready_k, upcoming, turn, rows)
-            _trim(kept_v, ready_v, upcoming, turn, rows)
+            trim(kept_k, ready_k, upcoming, turn, rows)
+            trim(kept_v, ready_v, upcoming, turn, rows)
             if CHANNEL and CORRECTS:
-                _trim(kept_w, ready_w, upcoming, turn, rows)
+                trim(kept_w, ready_w, upcoming, turn, rows)
             fence_async_shared()
             barrier()
         # No product is in flight (ptxas would wait for it anyway); registers hold S, its halves in 16 bits and Kr S.
         if not MAP:
-            QS = warpgroup_mma(held0, _half(kept_q, stage, 0).permute([1, 0]), none, use_acc=False, is_async=True)
+            QS = warpgroup_mma(held0, half(kept_q, stage, 0).permute([1, 0]), none, use_acc=False, is_async=True)
         if CORRECTS:
             E = gl.convert_layout((goal - KS * rate).to(dtype), left)
             Rt = warpgroup_mma(E, kept_T.index(stage).permute([1, 0]), none, use_acc=False, is_async=True)
@@ -264,7 +264,7 @@ def _walk(
             mbarrier.wait(ready_v.index(stage), phase)
             Rt = _values(kept_v, stage, valued, acc)
         if H == 2 and not MAP:
-            QS = warpgroup_mma(held1, _half(kept_q, stage, 64).permute([1, 0]), QS, is_async=True)
+            QS = warpgroup_mma(held1, half(kept_q, stage, 64).permute([1, 0]), QS, is_async=True)
         more = n + 1 < count
         if SCORES:
             mbarrier.wait(ready_k.index(upcoming), turn, pred=more)
@@ -275,15 +275,15 @@ def _walk(
         if KEEP and OUTS == 2:  # with one buffer, the previous store must finish first
             _keep(entering, out_stage, held0, held1, acc, H)
         if CHANNEL:
-            S0 = S0 * _factor(kept_factors, stage, 0, acc)
+            S0 = S0 * factor(kept_factors, stage, 0, acc)
             if H == 2:
-                S1 = S1 * _factor(kept_factors, stage, 1, acc)
+                S1 = S1 * factor(kept_factors, stage, 1, acc)
         else:
-            last = _factor(kept_factors, stage, LAST, acc)
+            last = factor(kept_factors, stage, LAST, acc)
             S0 = S0 * last
             S1 = S1 * last
         if not CHANNEL:
-            write = _factor(kept_factors, stage, WRITE, acc)
+            write = factor(kept_factors, stage, WRITE, acc)
         if CORRECTS:
             if MAP:
                 Rt = warpgroup_mma_wait(0, deps=(Rt,))
@@ -295,10 +295,10 @@ def _walk(
             wrote = gl.convert_layout((Rt * write).to(dtype), left)
         if CHANNEL or not CORRECTS:
             mbarrier.wait(ready_w.index(stage), phase)
-        S0 = warpgroup_mma(wrote, _half(kept_w, stage, 0), S0, is_async=True)
+        S0 = warpgroup_mma(wrote, half(kept_w, stage, 0), S0, is_async=True)
         if not MAP:
             if not CHANNEL:
-                read = _factor(kept_factors, stage, READ_Q, acc)
+                read = factor(kept_factors, stage, READ_Q, acc)
             if SCORES:
                 QS, QK, S0 = warpgroup_mma_wait(1, deps=(QS, QK, S0))
             else:
@@ -308,7 +308,7 @@ def _walk(
                 QS = QS * read
             QS = warpgroup_mma(added, kept_P.index(n % 2 if SCORES else stage).permute([1, 0]), QS, is_async=True)
         if H == 2:
-            S1 = warpgroup_mma(wrote, _half(kept_w, stage, 64), S1, is_async=True)
+            S1 = warpgroup_mma(wrote, half(kept_w, stage, 64), S1, is_async=True)
         if SCORES:  # of the next chunk, while these products run
             mbarrier.wait(ready_factors.index(upcoming), turn, pred=more)
             made = _score(QK, kept_factors, upcoming, scale, n >> 28, square, GATED)
@@ -334,7 +334,7 @@ def _walk(
         elif CORRECTS:
             mbarrier.wait(ready_k.index(upcoming), turn, pred=more)
         if CORRECTS:
-            KS = warpgroup_mma(held0, _half(kept_k, upcoming, 0).permute([1, 0]), none, use_acc=False, is_async=True)
+            KS = warpgroup_mma(held0, half(kept_k, upcoming, 0).permute([1, 0]), none, use_acc=False, is_async=True)
         if not MAP:
             O = QS.to(dtype)
         if CORRECTS:
@@ -345,7 +345,7 @@ def _walk(
         if H == 2:
             held1 = gl.convert_layout(S1.to(dtype), left)
             if CORRECTS:
-                KS = warpgroup_mma(held1, _half(kept_k, upcoming, 64).permute([1, 0]), KS, is_async=True)
+                KS = warpgroup_mma(held1, half(kept_k, upcoming, 64).permute([1, 0]), KS, is_async=True)
 
         # All of this chunk has been read: its output can be stored and its buffers filled again.
         if not MAP:
@@ -401,17 +401,17 @@ def forward_state(
     CUT: gl.constexpr = MAP or inner is not None
     BLOCKS: gl.constexpr = (V + K if MAP else V) // BV
     first = gl.program_id(0) % BLOCKS * BV
-    pair = gl.program_id(0) // BLOCKS  # an item of _segment, and a head
+    pair = gl.program_id(0) // BLOCKS  # an item of find_segment, and a head
     head = pair % HV
-    text, segment, segments, cut = _segment(pair // HV, first_cuts, cut_texts, lasts, segments, CUT, PACKED)
+    text, segment, segments, cut = find_segment(pair // HV, first_cuts, cut_texts, lasts, segments, CUT, PACKED)
     if CUT:
         needed = text >= 0
         if MAP:
             needed = needed & ((segment > 0) | (first < V))
         if not needed:
-            _link(LINK)
+            link(LINK)
             return
-    start, length, slot = _text_bounds(text, bounds, first_slots, t, PACKED)
+    start, length, slot = text_bounds(text, bounds, first_slots, t, PACKED)
     chunks = (length + 63) // 64
     begin = segment * chunks // segments
     if SCORES and not CUT:
@@ -427,15 +427,15 @@ def forward_state(
     token = start + begin * 64  # first token of the current chunk
     at = (slot + begin) * HV + head
     rows = length - (begin + count - 1) * 64  # in the last chunk; below them are another sequence's rows
-    starts = _entering(outer, inner, text, segment, cut, head, first, HV, K, V)
+    starts = entering_state(outer, inner, text, segment, cut, head, first, HV, K, V)
     final_at = final + pair.to(gl.int64) * K * (V + K if MAP else V) + first
     ends = pair >= 0
     if CUT:
         ends = pair < lasts * HV
 
-    kept_k, ready_k = _ring(k, STAGES)
-    kept_v, ready_v = _ring(v, STAGES)
-    kept_factors, ready_factors = _ring(factors, STAGES)
+    kept_k, ready_k = make_ring(k, STAGES)
+    kept_v, ready_v = make_ring(v, STAGES)
+    kept_factors, ready_factors = make_ring(factors, STAGES)
     sources = (k, v, factors)
     kept = (kept_k, kept_v, kept_factors)
     ready = (ready_k, ready_v, ready_factors)
@@ -443,7 +443,7 @@ def forward_state(
     kept_q, ready_q, kept_P, ready_P, apart = kept_k, ready_k, kept_k, ready_k, ready_k
     written, entering = kept_k, kept_k
     if not MAP:
-        kept_q, ready_q = _ring(q, STAGES)
+        kept_q, ready_q = make_ring(q, STAGES)
         sources += (q,)
         kept += (kept_q,)
         ready += (ready_q,)
@@ -454,17 +454,17 @@ def forward_state(
             apart = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
             mbarrier.init(apart, count=1)
         else:
-            kept_P, ready_P = _ring(P, STAGES)
+            kept_P, ready_P = make_ring(P, STAGES)
             sources += (P,)
             kept += (kept_P,)
             ready += (ready_P,)
     if CORRECTS:
-        kept_T, ready_T = _ring(T, STAGES)
+        kept_T, ready_T = make_ring(T, STAGES)
         sources += (T,)
         kept += (kept_T,)
         ready += (ready_T,)
     if CHANNEL and CORRECTS:
-        kept_w, ready_w = _ring(w, STAGES)
+        kept_w, ready_w = make_ring(w, STAGES)
         sources += (w,)
         kept += (kept_w,)
         ready += (ready_w,)
@@ -472,11 +472,11 @@ def forward_state(
         written = gl.allocate_shared_memory(dtype, [OUTS, 64, BV], output.layout)
     if KEEP:
         entering = gl.allocate_shared_memory(dtype, [OUTS, BV, K], states.layout)
-    done, free = _signals(STAGES, OUTS)
+    done, free = signals(STAGES, OUTS)
     fence_async_shared()
     barrier()
     if made is None:
-        _link(LINK)  # (find_slots, which makes the bounds, is at least two launches before this one)
+        link(LINK)  # (find_slots, which makes the bounds, is at least two launches before this one)
     gl.warp_specialize(
         [
             (_walk, (

@@ -27,23 +27,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lineate.kernels.hopper.parts import (
     COPY_REGISTERS,
-    _await_mark,
-    _end_beside,
-    _entering,
-    _expect,
-    _factor,
-    _fetch,
-    _fresh,
-    _half,
-    _link,
-    _ring,
-    _segment,
-    _signals,
-    _store_rows,
-    _text_bounds,
-    _trim,
-    _upcoming,
+    await_mark,
     barrier,
+    end_beside,
+    entering_state,
+    expect,
+    factor,
+    fetch,
+    find_segment,
+    fresh,
+    half,
+    link,
+    make_ring,
+    next_buffer,
+    signals,
+    store_rows,
+    text_bounds,
+    trim,
 )
 from lineate.kernels.portable.gates import BETA, FACTORS, LAST, READ_K, READ_Q, WRITE
 
@@ -81,9 +81,9 @@ def _decay(
 ):  # fmt: skip
     """Return e^{G_c} dS."""
     if CHANNEL:
-        dS0 = dS0 * _factor(kept_factors, stage, 0, layout)
+        dS0 = dS0 * factor(kept_factors, stage, 0, layout)
         if H == 2:
-            dS1 = dS1 * _factor(kept_factors, stage, 1, layout)
+            dS1 = dS1 * factor(kept_factors, stage, 1, layout)
     else:
         dS0 = dS0 * last
         if H == 2:
@@ -95,7 +95,7 @@ def _decay(
 def _read(dO, kept_factors, stage, layout: gl.constexpr, left: gl.constexpr, CHANNEL: gl.constexpr):
     """Return dO^T times the factors of q, for its product with q; with CHANNEL, q already has its factors."""
     if not CHANNEL:
-        read = _factor(kept_factors, stage, READ_Q, layout)
+        read = factor(kept_factors, stage, READ_Q, layout)
         dO = gl.convert_layout((gl.convert_layout(dO, layout).to(gl.float32) * read).to(dO.dtype), left)
     return dO
 
@@ -123,23 +123,23 @@ def _copy_tiles(
     AHEAD: gl.constexpr = STAGES if STAGES > EARLY else EARLY + 1  # chunks whose T, or P, is fetched
     gl.static_assert(OTHERS <= AHEAD)
     for s in gl.static_range(AHEAD):
-        _await_mark(made, at - s * HV, s < count)
+        await_mark(made, at - s * HV, s < count)
     for s in gl.static_range(EARLY):
-        _expect(early_sources, early_ready, s, s < count)
+        expect(early_sources, early_ready, s, s < count)
         places = ((token - s * 64, column_o), ((at - s * HV) * 64, 0))
-        _fetch(early_sources, early_kept, early_ready, places, s, s < count)
+        fetch(early_sources, early_kept, early_ready, places, s, s < count)
     for s in gl.static_range(OTHERS):
-        _expect(others, ready_others, s, s < count)
+        expect(others, ready_others, s, s < count)
         places = _other_places(token - s * 64, at - s * HV, column_k, ROWS, CHANNEL, CORRECTS)
-        _fetch(others, kept_others, ready_others, places, s, s < count)
+        fetch(others, kept_others, ready_others, places, s, s < count)
     for s in gl.static_range(STAGES):
-        _expect(sources, ready, s, s < count)
+        expect(sources, ready, s, s < count)
         places = _places(token - s * 64, at - s * HV, column_k, column_q, CORRECTS)
-        _fetch(sources, kept, ready, places, s, s < count)
+        fetch(sources, kept, ready, places, s, s < count)
     mbarrier.wait(begun, 0)
-    _expect(early_sources, early_ready, 0, count > EARLY)
+    expect(early_sources, early_ready, 0, count > EARLY)
     places = ((token - EARLY * 64, column_o), ((at - EARLY * HV) * 64, 0))
-    _fetch(early_sources, early_kept, early_ready, places, 0, count > EARLY)
+    fetch(early_sources, early_kept, early_ready, places, 0, count > EARLY)
     if OUTS == 1:  # the dS that left the first chunk
         row = gl.where(count > 0, at * V + first, dstates.shape[0])
         tma.async_copy_shared_to_global(dstates, [row, 0], leaving0.index(0))
@@ -151,18 +151,18 @@ def _copy_tiles(
     phase = 0
     other = 0
     for n in range(count):
-        _await_mark(made, at - AHEAD * HV, n + AHEAD < count)
+        await_mark(made, at - AHEAD * HV, n + AHEAD < count)
         mbarrier.wait(done.index(stage), phase)
-        _expect(others, ready_others, other, n + OTHERS < count)
+        expect(others, ready_others, other, n + OTHERS < count)
         places = _other_places(token - OTHERS * 64, at - OTHERS * HV, column_k, ROWS, CHANNEL, CORRECTS)
-        _fetch(others, kept_others, ready_others, places, other, n + OTHERS < count)
-        _expect(sources, ready, stage, n + STAGES < count)
+        fetch(others, kept_others, ready_others, places, other, n + OTHERS < count)
+        expect(sources, ready, stage, n + STAGES < count)
         places = _places(token - STAGES * 64, at - STAGES * HV, column_k, column_q, CORRECTS)
-        _fetch(sources, kept, ready, places, stage, n + STAGES < count)
+        fetch(sources, kept, ready, places, stage, n + STAGES < count)
         early = (n + 1) % EARLY
-        _expect(early_sources, early_ready, early, n + 1 + EARLY < count)
+        expect(early_sources, early_ready, early, n + 1 + EARLY < count)
         places = ((token - (1 + EARLY) * 64, column_o), ((at - (1 + EARLY) * HV) * 64, 0))
-        _fetch(early_sources, early_kept, early_ready, places, early, n + 1 + EARLY < count)
+        fetch(early_sources, early_kept, early_ready, places, early, n + 1 + EARLY < count)
         # (The last chunk may be partial and is stored by the others, so here its store goes outside of dvalues.)
         row = gl.where((n == 0) & partial, dvalues.shape[0], token)
         tma.async_copy_shared_to_global(dvalues, [row, column_o], written.index(n % OUTS))
@@ -177,9 +177,9 @@ def _copy_tiles(
         token -= 64
         at -= HV
         other = gl.where(other == OTHERS - 1, 0, other + 1)
-        stage, phase = _upcoming(stage, phase, STAGES)
+        stage, phase = next_buffer(stage, phase, STAGES)
     tma.store_wait(0)
-    _end_beside(made)
+    end_beside(made)
 
 
 @gluon.jit
@@ -197,20 +197,20 @@ def _walk(
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     i = gl.arange(0, BV, gl.SliceLayout(1, acc))[:, None]
     j = gl.arange(0, 64, gl.SliceLayout(0, acc))[None, :]
-    dS0 = _fresh(start + i + j * V, True)  # (with `made`, there was no wait for the previous launch)
+    dS0 = fresh(start + i + j * V, True)  # (with `made`, there was no wait for the previous launch)
     dS1 = dS0
     if H == 2:
-        dS1 = _fresh(start + i + (j + 64) * V, True)
+        dS1 = fresh(start + i + (j + 64) * V, True)
     none = gl.zeros([BV, 64], gl.float32, acc)
     held0 = gl.convert_layout(dS0.to(dtype), left)
     held1 = gl.convert_layout(dS1.to(dtype), left)
     partial = (count > 0) & (rows < 64)
     if partial:
-        _trim(kept_dO, ready_dO, 0, 0, rows)
-        _trim(kept_k, ready_k, 0, 0, rows)
-        _trim(kept_q, ready_q, 0, 0, rows)
+        trim(kept_dO, ready_dO, 0, 0, rows)
+        trim(kept_k, ready_k, 0, 0, rows)
+        trim(kept_q, ready_q, 0, 0, rows)
         if CHANNEL and CORRECTS:
-            _trim(kept_w, ready_w, 0, 0, rows)
+            trim(kept_w, ready_w, 0, 0, rows)
         fence_async_shared()
         barrier()
     some = count > 0
@@ -221,11 +221,11 @@ def _walk(
     dO = kept_dO.index(0).permute([1, 0]).load(left)
     PO = warpgroup_mma(dO, kept_P.index(0), none, use_acc=False, is_async=True)
     if CHANNEL:
-        KS = warpgroup_mma(held0, _half(kept_w, 0, 0).permute([1, 0]), PO, is_async=True)
+        KS = warpgroup_mma(held0, half(kept_w, 0, 0).permute([1, 0]), PO, is_async=True)
     else:
-        KS = warpgroup_mma(held0, _half(kept_w, 0, 0).permute([1, 0]), none, use_acc=False, is_async=True)
+        KS = warpgroup_mma(held0, half(kept_w, 0, 0).permute([1, 0]), none, use_acc=False, is_async=True)
     if H == 2:
-        KS = warpgroup_mma(held1, _half(kept_w, 0, 64).permute([1, 0]), KS, is_async=True)
+        KS = warpgroup_mma(held1, half(kept_w, 0, 64).permute([1, 0]), KS, is_async=True)
     if CHANNEL:
         KS = warpgroup_mma_wait(0, deps=(KS,))
         PO = none
@@ -249,39 +249,39 @@ def _walk(
     other_phase = 0
     for n in range(count):
         out_stage = n % OUTS
-        upcoming, turn = _upcoming(stage, phase, STAGES)
-        other_upcoming, other_turn = _upcoming(other, other_phase, OTHERS)
+        upcoming, turn = next_buffer(stage, phase, STAGES)
+        other_upcoming, other_turn = next_buffer(other, other_phase, OTHERS)
         early = (n + 1) % EARLY
         early_turn = ((n + 1) // EARLY) & 1
         more = n + 1 < count
         if (n == 1) & partial:
             at_dv = dv + (token + 64).to(gl.int64) * (HV * V) + column_o
-            _store_rows(written.index((n - 1) % OUTS), at_dv, HV * V, rows)
+            store_rows(written.index((n - 1) % OUTS), at_dv, HV * V, rows)
             barrier()
         at_last -= HV * FACTORS * 64
         last = _load_last(at_last, more, CHANNEL)
         # No product is in flight. Registers hold e^{G_c} dS, dS in 16 bits, Kw dS, P^T dO (CHANNEL: their sum); `read`.
-        dS0 = warpgroup_mma(read, _half(kept_q, stage, 0), dS0, is_async=True)
+        dS0 = warpgroup_mma(read, half(kept_q, stage, 0), dS0, is_async=True)
         if CHANNEL:
             dR = KS
         else:
-            dR = KS * _factor(kept_factors, other, WRITE, acc) + PO
+            dR = KS * factor(kept_factors, other, WRITE, acc) + PO
         X = dR
         if CORRECTS:
             X = warpgroup_mma(
                 gl.convert_layout(dR.to(dtype), left), kept_T.index(stage), none, use_acc=False, is_async=True
             )
         if H == 2:
-            dS1 = warpgroup_mma(read, _half(kept_q, stage, 64), dS1, is_async=True)
+            dS1 = warpgroup_mma(read, half(kept_q, stage, 64), dS1, is_async=True)
         if OUTS == 2:  # with one buffer, dS has already been stored
             mbarrier.wait(free.index(out_stage), (n // OUTS - 1) & 1, pred=n >= OUTS)
             _leave(leaving0, leaving1, out_stage, held0, held1, acc, H)
         mbarrier.wait(ready_dO.index(early), early_turn, pred=more)
         dO = kept_dO.index(early).permute([1, 0]).load(left)
         if CORRECTS:
-            rate = _factor(kept_factors, other, H if CHANNEL else BETA, acc) * -1.0
+            rate = factor(kept_factors, other, H if CHANNEL else BETA, acc) * -1.0
             if not CHANNEL:
-                rate = rate * _factor(kept_factors, other, READ_K, acc)
+                rate = rate * factor(kept_factors, other, READ_K, acc)
             if H == 2:
                 X, dS0, dS1 = warpgroup_mma_wait(1, deps=(X, dS0, dS1))
             else:
@@ -289,9 +289,9 @@ def _walk(
             if CHANNEL:
                 mbarrier.wait(ready_k.index(stage), phase)
             dE = gl.convert_layout((X * rate).to(dtype), left)
-            dS0 = warpgroup_mma(dE, _half(kept_k, stage, 0), dS0, is_async=True)
+            dS0 = warpgroup_mma(dE, half(kept_k, stage, 0), dS0, is_async=True)
             if H == 2:
-                dS1 = warpgroup_mma(dE, _half(kept_k, stage, 64), dS1, is_async=True)
+                dS1 = warpgroup_mma(dE, half(kept_k, stage, 64), dS1, is_async=True)
         elif H == 2:  # (this waits for nothing, but fixes dR before P^T dO takes its registers)
             X, dS0, dS1 = warpgroup_mma_wait(2, deps=(X, dS0, dS1))
         else:
@@ -318,16 +318,16 @@ def _walk(
         held0 = gl.convert_layout(dS0.to(dtype), left)
         next_w = other_upcoming if CHANNEL and CORRECTS else upcoming
         if CHANNEL:
-            KS = warpgroup_mma(held0, _half(kept_w, next_w, 0).permute([1, 0]), PO, is_async=True)
+            KS = warpgroup_mma(held0, half(kept_w, next_w, 0).permute([1, 0]), PO, is_async=True)
         else:
-            KS = warpgroup_mma(held0, _half(kept_w, next_w, 0).permute([1, 0]), none, use_acc=False, is_async=True)
+            KS = warpgroup_mma(held0, half(kept_w, next_w, 0).permute([1, 0]), none, use_acc=False, is_async=True)
         if H == 2:
             if CHANNEL:
                 dS1, KS = warpgroup_mma_wait(2, deps=(dS1, KS))
             else:
                 dS1, PO, KS = warpgroup_mma_wait(2, deps=(dS1, PO, KS))
             held1 = gl.convert_layout(dS1.to(dtype), left)
-            KS = warpgroup_mma(held1, _half(kept_w, next_w, 64).permute([1, 0]), KS, is_async=True)
+            KS = warpgroup_mma(held1, half(kept_w, next_w, 64).permute([1, 0]), KS, is_async=True)
         # Passing dS through the wait keeps the multiplication by e^{G_c} in this place, neither sooner nor later.
         if CHANNEL:
             KS, dS0, dS1 = warpgroup_mma_wait(H, deps=(KS, dS0, dS1))
@@ -357,7 +357,7 @@ def _walk(
         other_phase = other_turn
 
     if (count == 1) & partial:
-        _store_rows(written.index(0), dv + (token + 64).to(gl.int64) * (HV * V) + column_o, HV * V, rows)
+        store_rows(written.index(0), dv + (token + 64).to(gl.int64) * (HV * V) + column_o, HV * V, rows)
     if ends:
         gl.store(dstart + i + j * V, dS0)
         if H == 2:
@@ -383,14 +383,14 @@ def backward_state(
     dtype: gl.constexpr = k.dtype
 
     first = gl.program_id(0) % (V // BV) * BV
-    pair = gl.program_id(0) // (V // BV)  # an item of _segment, and a head
+    pair = gl.program_id(0) // (V // BV)  # an item of find_segment, and a head
     head = pair % HV
     CUT: gl.constexpr = inner is not None
-    text, segment, segments, cut = _segment(pair // HV, first_cuts, cut_texts, lasts, segments, CUT, PACKED)
+    text, segment, segments, cut = find_segment(pair // HV, first_cuts, cut_texts, lasts, segments, CUT, PACKED)
     if CUT and text < 0:
-        _link(LINK)
+        link(LINK)
         return
-    start, length, slot = _text_bounds(text, bounds, first_slots, t, PACKED)
+    start, length, slot = text_bounds(text, bounds, first_slots, t, PACKED)
     chunks = (length + 63) // 64
     end = (segments - segment) * chunks // segments
     count = end - (segments - 1 - segment) * chunks // segments
@@ -401,34 +401,34 @@ def backward_state(
     token = start + (end - 1) * 64  # first token of the current chunk
     at = (slot + end - 1) * HV + head
     rows = length - (end - 1) * 64  # in the last chunk; below them are another sequence's rows
-    starts = _entering(outer, inner, text, segment, cut, head, first, HV, K, V)
+    starts = entering_state(outer, inner, text, segment, cut, head, first, HV, K, V)
     ends = pair >= 0
     if CUT:
         ends = pair < lasts * HV
 
-    kept_k, ready_k = _ring(k, STAGES)
+    kept_k, ready_k = make_ring(k, STAGES)
     kept_T, ready_T = kept_k, ready_k
-    kept_q, ready_q = _ring(q, STAGES)
+    kept_q, ready_q = make_ring(q, STAGES)
     sources = (k, q)
     kept = (kept_k, kept_q)
     ready = (ready_k, ready_q)
     if CORRECTS:
-        kept_T, ready_T = _ring(T, STAGES)
+        kept_T, ready_T = make_ring(T, STAGES)
         sources += (T,)
         kept += (kept_T,)
         ready += (ready_T,)
-    kept_factors, ready_factors = _ring(factors, OTHERS + CHANNEL)
+    kept_factors, ready_factors = make_ring(factors, OTHERS + CHANNEL)
     others = (factors,)
     kept_others = (kept_factors,)
     ready_others = (ready_factors,)
     kept_w, ready_w = kept_k, ready_k
     if CHANNEL and CORRECTS:
-        kept_w, ready_w = _ring(w, OTHERS)
+        kept_w, ready_w = make_ring(w, OTHERS)
         others += (w,)
         kept_others += (kept_w,)
         ready_others += (ready_w,)
-    kept_dO, ready_dO = _ring(doutput, EARLY)
-    kept_P, ready_P = _ring(P, EARLY)
+    kept_dO, ready_dO = make_ring(doutput, EARLY)
+    kept_P, ready_P = make_ring(P, EARLY)
     early_sources = (doutput, P)
     early_kept = (kept_dO, kept_P)
     early_ready = (ready_dO, ready_P)
@@ -443,11 +443,11 @@ def backward_state(
         kept_factors.index(OTHERS).store(gl.full(shape, 1.0, gl.float32, flat))
     begun = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(begun, count=1)
-    done, free = _signals(STAGES, OUTS)
+    done, free = signals(STAGES, OUTS)
     fence_async_shared()
     barrier()
     if made is None:
-        _link(LINK)
+        link(LINK)
     gl.warp_specialize(
         [
             (_walk, (

@@ -35,34 +35,34 @@ from lineate.kernels.hopper.inverse import (
     LOW_ROW,
     PLAIN,
     WIDTH,
-    _beside,
-    _decayed,
-    _decays,
-    _system,
-    _tame_rows,
-    _vector,
-    _wild_inverse,
+    beside,
+    decayed,
+    decays,
+    system,
+    tame_rows,
+    vector,
+    wild_inverse,
 )
 from lineate.kernels.hopper.parts import (
-    _factor,
-    _half,
-    _link,
-    _store_rows,
-    _text_bounds,
-    _times,
-    _trim,
-    _upcoming,
     barrier,
+    factor,
+    half,
+    link,
+    next_buffer,
+    store_rows,
+    text_bounds,
+    times,
+    trim,
 )
 from lineate.kernels.hopper.scores import (
     ACC,
     LOW,
     SMALL,
     TILES,
-    _diagonal_of_halves,
-    _halves,
-    _invert_blocks,
-    _merge_blocks,
+    diagonal_of_halves,
+    halves,
+    invert_blocks,
+    merge_blocks,
 )
 from lineate.kernels.portable.gates import BETA, FACTORS, LAST, READ_K, READ_Q, WRITE
 
@@ -112,13 +112,13 @@ def _make_scores(
         KK = warpgroup_mma(tile_k, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
         flat = kept_factors._reinterpret(gl.float32, [STAGES, FACTORS * 64], PLAIN).index(stage)
         to_q = gl.full([64], 1.0, gl.float32, LOW_ROW) * scale
-        D = _decays(flat, flat, flat, 0, GATED, False)
+        D = decays(flat, flat, flat, 0, GATED, False)
         QK, KK = warpgroup_mma_wait(0, deps=(QK, KK))
-        QK_low, QK_high = _halves(QK, 32)
-        KK_low, KK_high = _halves(KK, 32)
-        P_low, low = _decayed(QK_low, KK_low, D, to_q, here, zero, 0)
-        D = _decays(flat, flat, flat, 32, GATED, False)
-        P_high, high = _decayed(QK_high, KK_high, D, to_q, here, zero, 32)
+        QK_low, QK_high = halves(QK, 32)
+        KK_low, KK_high = halves(KK, 32)
+        P_low, low = decayed(QK_low, KK_low, D, to_q, here, zero, 0)
+        D = decays(flat, flat, flat, 32, GATED, False)
+        P_high, high = decayed(QK_high, KK_high, D, to_q, here, zero, 32)
         mbarrier.wait(empty.index(m), ((n >> 1) & 1) ^ 1)  # the columns have done chunk n - 2
         mbarrier.expect(ready_v.index(m), 128 * WIDTH)
         tma.async_copy_global_to_shared(v, [token, column_v], ready_v.index(m), kept_v.index(m))
@@ -128,20 +128,20 @@ def _make_scores(
         _load_rows(
             q, k, factors, kept_q, kept_k, kept_factors, ready_q, ready_k, ready_f, upcoming, place, n + 1 < count
         )
-        made_P.index(m).store(_beside(P_low, P_high))
-        to_k = _vector(flat, BETA, LOW_ROW) * -1.0
+        made_P.index(m).store(beside(P_low, P_high))
+        to_k = vector(flat, BETA, LOW_ROW) * -1.0
         mbarrier.wait(taken, (n & 1) ^ 1)
-        squares.store(_diagonal_of_halves(low, high, SMALL))
-        N_low, N_high = _system(low, high, to_k, here, zero)
+        squares.store(diagonal_of_halves(low, high, SMALL))
+        N_low, N_high = system(low, high, to_k, here, zero)
         left_N.store(N_low)
         right_N.store(N_high)
         fence_async_shared()
         barrier()
-        till = _tame_rows(flat, squares, squares, here, GATED, False)
+        till = tame_rows(flat, squares, squares, here, GATED, False)
         mbarrier.arrive(full_N, count=1)
         if till < here:  # the other warps' T may have overflowed
             mbarrier.wait(taken, n & 1)
-            T = _wild_inverse(
+            T = wild_inverse(
                 tile_k, flat, squares, squares, to_k, squares, swap, left_N, till, here, till >> 28, GATED, False
             )
             made_T.index(m).store(T.to(gl.bfloat16))
@@ -162,30 +162,30 @@ def _make_T(
     phase = 0
     wild = 0  # chunks with wild rows
     if (count == 1) & (rows < 64):
-        _trim(kept_k, ready_k, 0, 0, rows)
+        trim(kept_k, ready_k, 0, 0, rows)
         fence_async_shared()
         barrier()
         mbarrier.arrive(there, count=1)
     for n in range(count):
         m = n % 2
         here = gl.where(n == count - 1, rows, 64)
-        upcoming, turn = _upcoming(stage, phase, STAGES)
+        upcoming, turn = next_buffer(stage, phase, STAGES)
         mbarrier.wait(full_N, n & 1)
         N_low = left_N.load(LOW)
-        X, XN = _invert_blocks(N_low, right_N.load(LOW), swap, n >> 28)
+        X, XN = invert_blocks(N_low, right_N.load(LOW), swap, n >> 28)
         barrier()
         flat = kept_factors._reinterpret(gl.float32, [STAGES, FACTORS * 64], PLAIN).index(stage)
-        till = _tame_rows(flat, squares, squares, here, GATED, False)
-        T = _merge_blocks(N_low, X, XN, swap, left_N)
+        till = tame_rows(flat, squares, squares, here, GATED, False)
+        T = merge_blocks(N_low, X, XN, swap, left_N)
         mbarrier.wait(empty.index(m), ((n >> 1) & 1) ^ 1)
         made_T.index(m).store(T.to(gl.bfloat16))
         mbarrier.wait(ready_v.index(m), (n >> 1) & 1)
         mbarrier.wait(ready_k.index(upcoming), turn, pred=n + 1 < count)
         if rows < 64:
             if n + 1 == count:
-                _trim(kept_v, ready_v, m, (n >> 1) & 1, rows)
+                trim(kept_v, ready_v, m, (n >> 1) & 1, rows)
             if n + 2 == count:
-                _trim(kept_k, ready_k, upcoming, turn, rows)
+                trim(kept_k, ready_k, upcoming, turn, rows)
         fence_async_shared()
         barrier()
         mbarrier.arrive(taken, count=1)
@@ -247,19 +247,19 @@ def _walk_columns(
         more = n + 1 < count
         upcoming = gl.where(stage == STAGES - 1, 0, stage + 1)
         mbarrier.wait(full_T.index(m), (n >> 1) & 1)
-        beta = _factor(kept_factors, stage, BETA, STATE)
-        rate = beta * _factor(kept_factors, stage, READ_K, STATE)
-        goal = _times(_wide(kept_v.index(m).permute([1, 0]).load(STATE)), beta)
+        beta = factor(kept_factors, stage, BETA, STATE)
+        rate = beta * factor(kept_factors, stage, READ_K, STATE)
+        goal = times(_wide(kept_v.index(m).permute([1, 0]).load(STATE)), beta)
         E = gl.convert_layout((goal - KS * rate).to(gl.bfloat16), left)
         Rt = warpgroup_mma(E, made_T.index(m).permute([1, 0]), KS, use_acc=False, is_async=True)
-        write = _factor(kept_factors, stage, WRITE, STATE)
+        write = factor(kept_factors, stage, WRITE, STATE)
         Rt = warpgroup_mma_wait(0, deps=(Rt,))
         added = gl.convert_layout(Rt.to(gl.bfloat16), left)
         wrote = gl.convert_layout((Rt * write).to(gl.bfloat16), left)
         QS = _state_times(held_low, held_high, kept_q.index(stage), Rt)
-        S0 = warpgroup_mma(wrote, _half(kept_k, stage, 0), S0, is_async=True)
-        S1 = warpgroup_mma(wrote, _half(kept_k, stage, 64), S1, is_async=True)
-        read = _factor(kept_factors, stage, READ_Q, STATE)
+        S0 = warpgroup_mma(wrote, half(kept_k, stage, 0), S0, is_async=True)
+        S1 = warpgroup_mma(wrote, half(kept_k, stage, 64), S1, is_async=True)
+        read = factor(kept_factors, stage, READ_Q, STATE)
         QS, S0, S1 = warpgroup_mma_wait(2, deps=(QS, S0, S1))
         QS = QS * read
         QS = warpgroup_mma(added, made_P.index(m).permute([1, 0]), QS, is_async=True)
@@ -284,7 +284,7 @@ def _walk_columns(
         token += 64
         stage = upcoming
     if count > 0:
-        _store_rows(written, out + (token - 64).to(gl.int64) * (HV * V) + column_o, HV * V, rows)
+        store_rows(written, out + (token - 64).to(gl.int64) * (HV * V) + column_o, HV * V, rows)
     gl.store(final + entry + i + j * V, S0)
     gl.store(final + entry + i + (j + 64) * V, S1)
     tma.store_wait(0)
@@ -303,7 +303,7 @@ def whole_walk(
     """
     pair = gl.program_id(1)
     head = pair % HV
-    start, length, slot = _text_bounds(pair // HV, bounds, first_slots, t, PACKED)
+    start, length, slot = text_bounds(pair // HV, bounds, first_slots, t, PACKED)
     count = (length + 63) // 64
     column_o = head * V + gl.program_id(0) * WIDTH
     column_v = head * head_v + gl.program_id(0) * WIDTH
@@ -349,7 +349,7 @@ def whole_walk(
     fence_async_shared()
     barrier()
 
-    _link(LINK)  # (find_slots, which makes the bounds, is at least two launches before this one)
+    link(LINK)  # (find_slots, which makes the bounds, is at least two launches before this one)
     at = slot * HV + head
     lasts = vectors + (gl.where(count > 0, at, 0).to(gl.int64) * FACTORS + LAST) * 64
     gl.warp_specialize(

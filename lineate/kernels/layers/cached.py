@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lineate.kernels.launching import next_power, overlap_options, start
 from lineate.kernels.layers.ops import KERNEL_DTYPES, strides_of
-from lineate.kernels.layers.rows import _sigmoid
+from lineate.kernels.layers.rows import sigmoid
 
 PARTS = 32
 """The most parts that the keys of a row are cut into."""
@@ -122,7 +122,7 @@ def join_parts(
     own_head = head * GROUP + query % GROUP
     if gate is not None:
         gate += row * gate_row + token * gate_token + own_head * SIZE
-        y *= _sigmoid(tl.load(gate + d, mask=d < SIZE, other=0.0).to(tl.float32))
+        y *= sigmoid(tl.load(gate + d, mask=d < SIZE, other=0.0).to(tl.float32))
     to = ((row * t + token) * (KV * GROUP) + own_head) * SIZE + d
     tl.store(output + to, y, mask=d < SIZE)
 

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lineate.kernels.layers.rows import _sigmoid
+from lineate.kernels.layers.convolution_parts import load_input, load_taps, load_window, store_window, weighted_sum
+from lineate.kernels.layers.rows import sigmoid
 
 
 @triton.jit
@@ -38,57 +39,8 @@ def _text(bounds, row, texts, t):
 
 
 @triton.jit
-def _before(x, stride, state, row, offset, c, has, AGE: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr):
-    """Load the input AGE tokens before token number `offset` of a sequence, which is at x: its own or the state's."""
-    found = tl.load(x - AGE * stride + c, mask=has & (offset >= AGE), other=0.0).to(tl.float32)
-    if state is not None:
-        at = state + (tl.cast(row, tl.int64) * CHANNELS + c) * (SIZE - 1) + (SIZE - 1 + offset - AGE)
-        older = tl.load(at, mask=has & (offset >= 0) & (offset < AGE), other=0.0).to(tl.float32)
-        found = tl.where(offset >= AGE, found, older)
-    return found
-
-
-@triton.jit
-def _window(x, stride, state, row, offset, c, has, SIZE: tl.constexpr, CHANNELS: tl.constexpr):
-    """Load the inputs of age 1, 2 and 3 of the token at x; those that the convolution does not reach are unused."""
-    x1 = _before(x, stride, state, row, offset, c, has, 1, SIZE, CHANNELS)
-    x2 = x1
-    x3 = x1
-    if SIZE > 2:
-        x2 = _before(x, stride, state, row, offset, c, has, 2, SIZE, CHANNELS)
-    if SIZE > 3:
-        x3 = _before(x, stride, state, row, offset, c, has, 3, SIZE, CHANNELS)
-    return x1, x2, x3
-
-
-@triton.jit
-def _weights(weight, c, has, SIZE: tl.constexpr):
-    """Load w by age: `weight` is `channels SIZE`, the oldest first."""
-    w0 = tl.load(weight + c * SIZE + (SIZE - 1), mask=has, other=0.0).to(tl.float32)
-    w1 = tl.load(weight + c * SIZE + (SIZE - 2), mask=has, other=0.0).to(tl.float32)
-    w2 = w1
-    w3 = w1
-    if SIZE > 2:
-        w2 = tl.load(weight + c * SIZE + (SIZE - 3), mask=has, other=0.0).to(tl.float32)
-    if SIZE > 3:
-        w3 = tl.load(weight + c * SIZE, mask=has, other=0.0).to(tl.float32)
-    return w0, w1, w2, w3
-
-
-@triton.jit
-def _sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE: tl.constexpr):
-    """Return u, summed from the oldest input on; fused by hand, so that all kernels have the same bits."""
-    u = w1 * x1
-    if SIZE == 3:
-        u = tl.fma(w1, x1, w2 * x2)
-    if SIZE == 4:
-        u = tl.fma(w1, x1, tl.fma(w2, x2, w3 * x3))
-    return tl.fma(w0, x0, u)
-
-
-@triton.jit
 def _silu_gradient(u):
-    s = _sigmoid(u)
+    s = sigmoid(u)
     return s * (1.0 + u * (1.0 - s))
 
 
@@ -102,6 +54,65 @@ def _four_rows(x, stride, i, n, c, has):
     return a, b, d, e
 
 
+@triton.jit
+def _item_and_channels(CHANNELS: tl.constexpr, BC: tl.constexpr):
+    """Return a program's walk or row, its channels, and which of them exist."""
+    BLOCKS: tl.constexpr = (CHANNELS + BC - 1) // BC
+    item = tl.program_id(0) // BLOCKS
+    c = (tl.program_id(0) % BLOCKS) * BC + tl.arange(0, BC)
+    return item, c, c < CHANNELS
+
+
+@triton.jit
+def _whole_text(bounds, row, texts, t):
+    """Return the first token (0 unless packed) and the length of a sequence."""
+    if bounds is not None:
+        start, end = _text(bounds, row, texts, t)
+        return start, tl.maximum(end - start, 0)
+    else:
+        return row * 0, row * 0 + t
+
+
+@triton.jit
+def _offset(row, start, stride, row_stride, PACKED: tl.constexpr):
+    """Return where the first token of a sequence is."""
+    if PACKED:
+        return start * stride
+    else:
+        return row * row_stride
+
+
+@triton.jit
+def _begin_walk(bounds, item, texts, walk, blocks, t):
+    """Return a walk's batch row and first token, and the number, first token and end of that token's sequence."""
+    if bounds is not None:
+        batch = item * 0
+        first = item * walk
+        row = _find_text(bounds, texts, first, t)
+        start, end = _text(bounds, row, texts, t)
+    else:
+        batch = item // blocks
+        first = (item % blocks) * walk
+        row = batch
+        start = first * 0
+        end = start + t
+    return batch, first, row, start, end
+
+
+@triton.jit
+def _pass_bounds(
+    x, stride, state, bounds, texts, t, token, row, start, end, x1, x2, x3, c, has,
+    s: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Return the sequence of a token and the inputs before it, from those of the token before; x is s tokens back."""
+    if (token >= end) & (row < texts):
+        while (token >= end) & (row < texts):  # past empty sequences
+            row += 1
+            start, end = _text(bounds, row, texts, t)
+        x1, x2, x3 = load_window(x + s * stride, stride, state, row, token - start, c, has, SIZE, CHANNELS)
+    return row, start, end, x1, x2, x3
+
+
 @triton.jit(do_not_specialize=["t", "texts", "walk", "blocks", "walks", "x_row", "x_token"])
 def convolve(
     x, weight, state, bounds, y, final, t, texts, walk, blocks, walks, x_row, x_token,
@@ -113,55 +124,35 @@ def convolve(
     `walks` programs (times blocks of channels) of `walk` tokens each, `blocks` of them a batch row.
     """
     PACKED: tl.constexpr = bounds is not None
-    CHANNEL_BLOCKS: tl.constexpr = (CHANNELS + BC - 1) // BC
-    item = tl.program_id(0) // CHANNEL_BLOCKS
-    c = (tl.program_id(0) % CHANNEL_BLOCKS) * BC + tl.arange(0, BC)
-    has = c < CHANNELS
+    item, c, has = _item_and_channels(CHANNELS, BC)
     stride = tl.cast(x_token, tl.int64) * UNIT
     row_stride = tl.cast(x_row, tl.int64) * UNIT
     if item >= walks:
         row = item - walks
-        if PACKED:
-            start, end = _text(bounds, row, texts, t)
-            length = tl.maximum(end - start, 0)
-            x += start * stride
-        else:
-            length = row * 0 + t
-            x += row * row_stride
+        start, length = _whole_text(bounds, row, texts, t)
+        x += _offset(row, start, stride, row_stride, PACKED)
         for i in tl.static_range(SIZE - 1):
-            kept = _before(x + length * stride, stride, state, row, length, c, has, SIZE - 1 - i, SIZE, CHANNELS)
+            kept = load_input(x + length * stride, stride, state, row, length, c, has, SIZE - 1 - i, SIZE, CHANNELS)
             tl.store(final + (row.to(tl.int64) * CHANNELS + c) * (SIZE - 1) + i, kept, mask=has)
         return
 
-    if PACKED:
-        batch = item * 0
-        first = item * walk
-        row = _find_text(bounds, texts, first, t)
-        start, end = _text(bounds, row, texts, t)
-    else:
-        batch = item // blocks
-        first = (item % blocks) * walk
-        row = batch
-        start = first * 0
-        end = start + t
+    batch, first, row, start, end = _begin_walk(bounds, item, texts, walk, blocks, t)
     x += batch * row_stride + first * stride
     y += (batch.to(tl.int64) * t + first) * CHANNELS
     n = tl.minimum(t - first, walk)
-    w0, w1, w2, w3 = _weights(weight, c, has, SIZE)
-    x1, x2, x3 = _window(x, stride, state, row, first - start, c, has, SIZE, CHANNELS)
+    w0, w1, w2, w3 = load_taps(weight, c, has, SIZE)
+    x1, x2, x3 = load_window(x, stride, state, row, first - start, c, has, SIZE, CHANNELS)
     for i in range(0, n, 4):
         rows = _four_rows(x, stride, i, n, c, has)
         for s in tl.static_range(4):
             x0 = rows[s].to(tl.float32)
             if PACKED:
                 token = first + i + s
-                if (token >= end) & (row < texts):
-                    while (token >= end) & (row < texts):  # past empty sequences
-                        row += 1
-                        start, end = _text(bounds, row, texts, t)
-                    x1, x2, x3 = _window(x + s * stride, stride, state, row, token - start, c, has, SIZE, CHANNELS)
-            u = _sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE)
-            u = u * _sigmoid(u)
+                row, start, end, x1, x2, x3 = _pass_bounds(
+                    x, stride, state, bounds, texts, t, token, row, start, end, x1, x2, x3, c, has, s, SIZE, CHANNELS
+                )
+            u = weighted_sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE)
+            u = u * sigmoid(u)
             if PACKED:
                 u = tl.where((token >= start) & (token < end), u, 0.0)
             tl.store(y + s * CHANNELS + c, u, mask=has & (i + s < n))
@@ -181,30 +172,23 @@ def convolve_one(
 
     The bits are those of convolve, which has no bias `CHANNELS`.
     """
-    CHANNEL_BLOCKS: tl.constexpr = (CHANNELS + BC - 1) // BC
-    row = (tl.program_id(0) // CHANNEL_BLOCKS).to(tl.int64)
-    c = (tl.program_id(0) % CHANNEL_BLOCKS) * BC + tl.arange(0, BC)
-    has = c < CHANNELS
+    item, c, has = _item_and_channels(CHANNELS, BC)
+    row = item.to(tl.int64)
     x += row * (tl.cast(x_row, tl.int64) * UNIT)
-    x1, x2, x3 = _window(x, 0, state, row, 0, c, has, SIZE, CHANNELS)
-    w0, w1, w2, w3 = _weights(weight, c, has, SIZE)
+    x1, x2, x3 = load_window(x, 0, state, row, 0, c, has, SIZE, CHANNELS)
+    w0, w1, w2, w3 = load_taps(weight, c, has, SIZE)
     if bias is not None:
         shift = tl.load(bias + c, mask=has, other=0.0).to(tl.float32)
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     x0 = tl.load(x + c, mask=has, other=0.0).to(tl.float32)
-    u = _sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE)
+    u = weighted_sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE)
     if bias is not None:
         u += shift
-    tl.store(y + row * CHANNELS + c, u * _sigmoid(u), mask=has)
+    tl.store(y + row * CHANNELS + c, u * sigmoid(u), mask=has)
     tl.debug_barrier()  # every thread has read the data that may be overwritten now
-    final += (row * CHANNELS + c) * (SIZE - 1)
-    tl.store(final + (SIZE - 2), x0, mask=has)
-    if SIZE > 2:
-        tl.store(final + (SIZE - 3), x1, mask=has)
-    if SIZE > 3:
-        tl.store(final, x2, mask=has)
+    store_window(final + (row * CHANNELS + c) * (SIZE - 1), x0, x1, x2, has, SIZE)
 
 
 @triton.jit
@@ -222,7 +206,7 @@ def _state_gradient(
     SIZE: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of the SIZE - 1 inputs before a sequence, which its first tokens read."""
-    x1, x2, x3 = _window(x, stride, state, row, 0, c, has, SIZE, CHANNELS)
+    x1, x2, x3 = load_window(x, stride, state, row, 0, c, has, SIZE, CHANNELS)
     d1 = tl.zeros_like(x1)
     d2 = tl.zeros_like(x1)
     d3 = tl.zeros_like(x1)
@@ -230,7 +214,7 @@ def _state_gradient(
         there = has & (i < length)
         x0 = tl.load(x + i * stride + c, mask=there, other=0.0).to(tl.float32)
         du = tl.load(dy + i * dy_stride + c, mask=there, other=0.0).to(tl.float32)
-        du *= _silu_gradient(_sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE))
+        du *= _silu_gradient(weighted_sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE))
         du = tl.where(there, du, 0.0)
         # at token i an input is i older than at the first
         if i == 0:
@@ -254,12 +238,7 @@ def _state_gradient(
             d2 += _last_gradient(dfinal, row, SIZE - 3 - length, c, has, length <= SIZE - 3, SIZE, CHANNELS)
         if SIZE > 3:
             d3 += _last_gradient(dfinal, row, 0, c, has, length == 0, SIZE, CHANNELS)
-    dstate += (row.to(tl.int64) * CHANNELS + c) * (SIZE - 1)
-    tl.store(dstate + (SIZE - 2), d1, mask=has)
-    if SIZE > 2:
-        tl.store(dstate + (SIZE - 3), d2, mask=has)
-    if SIZE > 3:
-        tl.store(dstate, d3, mask=has)
+    store_window(dstate + (row.to(tl.int64) * CHANNELS + c) * (SIZE - 1), d1, d2, d3, has, SIZE)
 
 
 @triton.jit(do_not_specialize=["t", "texts", "walk", "blocks", "walks", "x_row", "x_token", "dy_row", "dy_token"])
@@ -274,50 +253,31 @@ def convolve_backward(
     partials `walks SIZE channels` (by age) are the sums over each walk's own tokens.
     """
     PACKED: tl.constexpr = bounds is not None
-    CHANNEL_BLOCKS: tl.constexpr = (CHANNELS + BC - 1) // BC
     PAST: tl.constexpr = SIZE - 1
-    item = tl.program_id(0) // CHANNEL_BLOCKS
-    c = (tl.program_id(0) % CHANNEL_BLOCKS) * BC + tl.arange(0, BC)
-    has = c < CHANNELS
+    item, c, has = _item_and_channels(CHANNELS, BC)
     stride = tl.cast(x_token, tl.int64) * UNIT
     row_stride = tl.cast(x_row, tl.int64) * UNIT
     dy_stride = tl.cast(dy_token, tl.int64) * UNIT
     dy_row_stride = tl.cast(dy_row, tl.int64) * UNIT
-    w0, w1, w2, w3 = _weights(weight, c, has, SIZE)
+    w0, w1, w2, w3 = load_taps(weight, c, has, SIZE)
     if dstate is not None:  # noqa: SIM102 (known when compiling; the next is not)
         if item >= walks:
             row = item - walks
-            if PACKED:
-                start, end = _text(bounds, row, texts, t)
-                length = tl.maximum(end - start, 0)
-                x += start * stride
-                dy += start * dy_stride
-            else:
-                length = row * 0 + t
-                x += row * row_stride
-                dy += row * dy_row_stride
+            start, length = _whole_text(bounds, row, texts, t)
+            x += _offset(row, start, stride, row_stride, PACKED)
+            dy += _offset(row, start, dy_stride, dy_row_stride, PACKED)
             _state_gradient(
                 x, stride, state, dy, dy_stride, dfinal, dstate, row, length, c, has, w0, w1, w2, w3, SIZE, CHANNELS
             )
             return
 
-    if PACKED:
-        batch = item * 0
-        first = item * walk
-        row = _find_text(bounds, texts, first, t)
-        start, end = _text(bounds, row, texts, t)
-    else:
-        batch = item // blocks
-        first = (item % blocks) * walk
-        row = batch
-        start = first * 0
-        end = start + t
+    batch, first, row, start, end = _begin_walk(bounds, item, texts, walk, blocks, t)
     x += batch * row_stride + first * stride
     dy += batch * dy_row_stride + first * dy_stride
     dx += (batch.to(tl.int64) * t + first - PAST) * CHANNELS
     n = tl.minimum(t - first, walk)
     seen = tl.minimum(t - first, walk + PAST)
-    x1, x2, x3 = _window(x, stride, state, row, first - start, c, has, SIZE, CHANNELS)
+    x1, x2, x3 = load_window(x, stride, state, row, first - start, c, has, SIZE, CHANNELS)
     # dw by age; and partial sums of dx of the previous token, of the one before that, ...
     dw0 = tl.zeros((BC,), tl.float32)
     dw1 = tl.zeros((BC,), tl.float32)
@@ -334,14 +294,12 @@ def convolve_backward(
             du = drows[s].to(tl.float32)
             token = first + i + s
             if PACKED:
-                if (token >= end) & (row < texts):
-                    while (token >= end) & (row < texts):  # past empty sequences
-                        row += 1
-                        start, end = _text(bounds, row, texts, t)
-                    x1, x2, x3 = _window(x + s * stride, stride, state, row, token - start, c, has, SIZE, CHANNELS)
+                row, start, end, x1, x2, x3 = _pass_bounds(
+                    x, stride, state, bounds, texts, t, token, row, start, end, x1, x2, x3, c, has, s, SIZE, CHANNELS
+                )
                 x0 = tl.where(token >= start, x0, 0.0)
             inside = (token >= start) & (token < end)
-            du *= _silu_gradient(_sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE))
+            du *= _silu_gradient(weighted_sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE))
             du = tl.where(inside, du, 0.0)
             own = tl.where(i + s < n, du, 0.0)
             dw0 = tl.fma(own, x0, dw0)

@@ -19,9 +19,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lineate.kernels.launching import ceil_div, is_hopper, next_power, overlap_options, start
 from lineate.kernels.layers import rows as kernels
-from lineate.kernels.layers.convolution import _sum, _weights, _window
+from lineate.kernels.layers.convolution_parts import convolve_first, load_taps, load_window
 from lineate.kernels.layers.ops import KERNEL_DTYPES, SIZES
-from lineate.kernels.layers.rows import _sigmoid
+from lineate.kernels.layers.rows import sigmoid
 from lineate.torch_ops.tracing import PLAIN_TENSORS
 
 WIDEST = 8192
@@ -55,8 +55,8 @@ def multiply_one(
         factor = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32) + SHIFT
     if taps is not None:
         moves = n < CHANNELS
-        x1, x2, x3 = _window(past, 0, past, 0, 0, n, moves, SIZE, CHANNELS)
-        w0, w1, w2, w3 = _weights(taps, n, moves, SIZE)
+        x1, x2, x3 = load_window(past, 0, past, 0, 0, n, moves, SIZE, CHANNELS)
+        w0, w1, w2, w3 = load_taps(taps, n, moves, SIZE)
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -70,18 +70,9 @@ def multiply_one(
     if bias is not None:
         found += tl.load(bias + n, mask=has, other=0.0).to(tl.float32)
     if GATED:
-        found *= _sigmoid(found) * tl.sum(u.to(tl.float32) * row[None, :], 1)
+        found *= sigmoid(found) * tl.sum(u.to(tl.float32) * row[None, :], 1)
     if taps is not None:
-        x0 = found.to(past.dtype.element_ty).to(tl.float32)  # rounded as in the state
-        convolved = _sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE)
-        found = tl.where(moves, convolved * _sigmoid(convolved), x0)
-        tl.debug_barrier()  # every thread has read the data that is overwritten now
-        past += n * (SIZE - 1)
-        tl.store(past + (SIZE - 2), x0, mask=moves)
-        if SIZE > 2:
-            tl.store(past + (SIZE - 3), x1, mask=moves)
-        if SIZE > 3:
-            tl.store(past, x2, mask=moves)
+        found = convolve_first(found, past, n, moves, x1, x2, x3, w0, w1, w2, w3, SIZE)
     if residual is not None:
         found += added
     tl.store(y + n, found, mask=has)

@@ -19,7 +19,7 @@ _PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
     """Return 1 / (1 + e^-x)."""
     if _PTX:
         y = tl.inline_asm_elementwise(
@@ -58,7 +58,7 @@ def _load_rows(x, outer, inner, outer_stride, inner_stride, j, mask, UNIT: tl.co
 def _load_gate(gate, outer, inner, outer_stride, inner_stride, j, mask, UNIT: tl.constexpr, SILU: tl.constexpr):
     """Return the gate's activation and its derivative."""
     z = _load_rows(gate, outer, inner, outer_stride, inner_stride, j, mask, UNIT)
-    s = _sigmoid(z)
+    s = sigmoid(z)
     if SILU:
         act = s * z
         slope = s * (1.0 + z * (1.0 - s))
@@ -172,7 +172,7 @@ def gated_unit(
     at = x + r[:, None] * (tl.cast(x_row, tl.int64) * UNIT) + j[None, :]
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + N, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + r.to(tl.int64)[:, None] * N + j[None, :], gate * _sigmoid(gate) * up, mask=mask)
+    tl.store(y + r.to(tl.int64)[:, None] * N + j[None, :], gate * sigmoid(gate) * up, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "x_row", "dy_row"])
@@ -189,7 +189,7 @@ def gated_unit_backward(
     up = tl.load(at + N, mask=mask, other=0.0).to(tl.float32)
     dy += r[:, None] * (tl.cast(dy_row, tl.int64) * UNIT) + j[None, :]
     d = tl.load(dy, mask=mask, other=0.0).to(tl.float32)
-    s = _sigmoid(gate)
+    s = sigmoid(gate)
     dx += r.to(tl.int64)[:, None] * (2 * N) + j[None, :]
     tl.store(dx, d * up * s * (1.0 + gate * (1.0 - s)), mask=mask)
     tl.store(dx + N, d * gate * s, mask=mask)

@@ -23,8 +23,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lineate.call import Inputs
 from lineate.kernels import STEP_READS
 from lineate.kernels.launching import next_power, overlap_options, start
-from lineate.kernels.layers.rows import _sigmoid
-from lineate.kernels.portable.decode import _unit
+from lineate.kernels.layers.rows import sigmoid
+from lineate.kernels.portable.decode import unit_vector
 from lineate.kernels.portable.gates import decay_of_gate, softplus
 from lineate.kernels.portable.rounding import round_nearest, round_stochastic, seed_of_head
 
@@ -87,8 +87,8 @@ def mix_token(
         else:
             a_t = tl.load(gate + row * gate_row + head).to(tl.float32)
     if UNIT:
-        q_t = _unit(q_t) * scale
-        k_t = _unit(k_t)
+        q_t = unit_vector(q_t) * scale
+        k_t = unit_vector(k_t)
     else:
         q_t *= scale
     r = v_t
@@ -123,7 +123,7 @@ def mix_token(
     if weight is not None:
         o = o.to(y.dtype.element_ty).to(tl.float32)  # rounded as between two launches
         o *= tl.rsqrt(tl.sum(o * o, 0) * (1.0 / V) + eps) * w
-        o *= _sigmoid(z_t)
+        o *= sigmoid(z_t)
         if SILU:
             o *= z_t
     tl.store(y + (row * HEADS + head) * V + j, o, mask=has_j)
@@ -211,7 +211,7 @@ def norm_group(
         gdc_launch_dependents()
         gdc_wait()
     opened = tl.load(z + row * z_row + at, mask=has, other=0.0).to(tl.float32)
-    opened *= _sigmoid(opened)
+    opened *= sigmoid(opened)
     found = tl.load(x + row * (GROUPS * SIZE) + at, mask=has, other=0.0).to(tl.float32)
     if GATE_FIRST:
         found *= opened

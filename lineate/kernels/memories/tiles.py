@@ -80,6 +80,14 @@ def add_parts(x, room, turn, i, j, PARTS: tl.constexpr, ROWS: tl.constexpr, COLU
     return x
 
 
+@triton.jit
+def sum_parts(x, room, arrived, turn, i, j, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the sum of the summands x[i, j] of the group's programs."""
+    put_part(x, room, turn, i, j, PARTS, ROWS, COLUMNS)
+    meet(arrived, turn, PARTS)
+    return add_parts(x, room, turn, i, j, PARTS, ROWS, COLUMNS)
+
+
 class Walk(NamedTuple):
     """The cells that the programs of a walk visit: cell base[j] + row is the row's j-th chunk."""
 

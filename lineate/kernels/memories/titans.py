@@ -30,11 +30,22 @@ from lineate.kernels.memories.tiles import (
     dot,
     load_tile,
     meet,
-    own_room,
     put_part,
     share,
     store_tile,
+    sum_parts,
     tile_size,
+)
+from lineate.kernels.memories.titans_parts import (
+    advance,
+    begin_walk,
+    error,
+    error_backward,
+    load_factors,
+    load_tokens,
+    retreat,
+    silu_slope,
+    written_gradient,
 )
 
 WIDEST = 128
@@ -43,76 +54,6 @@ LONGEST = 64
 """The most tokens of a chunk."""
 TILE = 4096
 """Elements of a tile of a matrix; with chunks over 16 tokens or wide heads, half as many fit into registers."""
-
-
-@triton.jit
-def _tokens(x, slot, c, CHUNK: tl.constexpr):
-    """Load one number per token, `C 1`."""
-    return tl.load(x + slot * CHUNK + c, mask=c < CHUNK, other=0.0)[:, None]
-
-
-@triton.jit
-def _silu_slope(z, s):
-    """Return silu'(z), given s = sigmoid(z)."""
-    return s * (1.0 + z * (1.0 - s))
-
-
-@triton.jit
-def _centre(x, has, WIDTH: tl.constexpr):
-    """Return x - mean x over the columns that exist."""
-    return tl.where(has, x - tl.sum(x, 1)[:, None] / WIDTH, 0.0)
-
-
-@triton.jit
-def _mean(x, y, WIDTH: tl.constexpr):
-    return tl.sum(x * y, 1)[:, None] / WIDTH
-
-
-@triton.jit
-def _error(z, target, has, EPS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return dloss/dz, c = z - mean z, r and g.
-
-    dloss/dz = r P(g), P(u) = u - mean u - x mean(u x), with r = 1 / sigma, x = (z - mean z) r, g = x - target.
-    If EPS is None, there is no norm.
-    """
-    centred = z
-    r = z
-    g = z - target
-    G = g
-    if EPS is not None:
-        centred = _centre(z, has, WIDTH)
-        r = tl.rsqrt(_mean(centred, centred, WIDTH) + EPS)
-        x = centred * r
-        g = x - target
-        G = (_centre(g, has, WIDTH) - x * _mean(g, x, WIDTH)) * r
-    return G, centred, r, g
-
-
-@triton.jit
-def _error_backward(dG, G, centred, r, g, has, EPS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return dz, given the gradient dG and the results of _error."""
-    dz = dG
-    if EPS is not None:
-        x = centred * r
-        along = _mean(dG, x, WIDTH)
-        dg = (_centre(dG, has, WIDTH) - x * along) * r
-        dx = dg - r * (dG * _mean(g, x, WIDTH) + g * along)
-        dr = _mean(dG, G, WIDTH) / r + _mean(dx, centred, WIDTH)  # (dr divided by WIDTH)
-        dz = _centre(dx * r - r * r * r * centred * dr, has, WIDTH)
-    return dz
-
-
-@triton.jit
-def _advance(
-    M, S, old, new, i, j, x, G, last, moving, b, f, carried, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """Store a tile of M' and S'."""
-    weights = load_tile(M + old * (ROWS * COLUMNS), i, j, ROWS, COLUMNS)
-    momentum = load_tile(S + old * (ROWS * COLUMNS), i, j, ROWS, COLUMNS)
-    weights = b * weights + f * momentum - dot(tl.trans(x * last), G)
-    store_tile(M + new * (ROWS * COLUMNS), weights, i, j, ROWS, COLUMNS)
-    momentum = carried * momentum - dot(tl.trans(x * moving), G)
-    store_tile(S + new * (ROWS * COLUMNS), momentum, i, j, ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["cells", "heads"])
@@ -128,29 +69,16 @@ def walk_states(
     hidden `programs c ROWS` has room for z_1 of a chunk. clip: None, or the largest norm of a token's gradient.
     PARTS programs share a head, SLICE of the ROWS each: shared `programs 2*PARTS*C*(BV + 1)`, arrived `programs`.
     """
-    program = tl.program_id(0).to(tl.int64)
-    begin = tl.program_id(1) * SLICE
-    shared, arrived = own_room(shared, arrived, C * (BV + 1), PARTS)
-    shared_lines = shared + 2 * PARTS * C * BV
+    program, begin, shared, shared_lines, arrived, row, head, one, c, d, v, has, count = begin_walk(
+        shared, arrived, chunks, heads, C, BK, BV, VALUES, PARTS, SLICE
+    )
     turn = 0
-    one = tl.arange(0, 1)
-    row = program // heads
-    head = program % heads
-    c = tl.arange(0, C)
-    d = tl.arange(0, BK)
-    v = tl.arange(0, BV)
-    has = v[None, :] < VALUES
-    count = tl.load(chunks + row)
     slot = row * heads + head
     for j in range(count):
         new = (tl.load(base + j + 1, mask=j + 1 < count, other=cells) + row) * heads + head
         # Loads from global memory come first, so that their latency is paid once.
         goal = load_tile(target + slot * (CHUNK * VALUES), c, v, CHUNK, VALUES)
-        own_last = _tokens(last, slot, c, CHUNK)
-        own_moving = _tokens(moving, slot, c, CHUNK)
-        b = tl.load(ends + slot * 3)
-        f = tl.load(ends + slot * 3 + 1)
-        carried = tl.load(ends + slot * 3 + 2)
+        own_last, own_moving, b, f, carried = load_factors(last, moving, ends, slot, c, CHUNK)
         keys = k + slot * (CHUNK * KEYS)
         z = tl.zeros((C, BV), tl.float32)
         squares = tl.zeros((C,), tl.float32)
@@ -173,7 +101,7 @@ def walk_states(
         z = add_parts(z, shared, turn, c, v, PARTS, C, BV)
         squares = add_parts(squares[:, None], shared_lines, turn, c, one, PARTS, C, 1)
         turn += 1
-        G, _, _, _ = _error(z, goal, has, EPS, VALUES)
+        G, _, _, _ = error(z, goal, has, EPS, VALUES)
         if M1 is not None:
             tl.debug_barrier()
         if clip is not None:
@@ -184,11 +112,9 @@ def walk_states(
                     n = first + tl.arange(0, BN)
                     z1 = load_tile(hidden_own, c, n, CHUNK, ROWS)
                     G1 = dot(G, tl.trans(load_tile(M2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES)))
-                    G1 *= _silu_slope(z1, tl.sigmoid(z1))
+                    G1 *= silu_slope(z1, tl.sigmoid(z1))
                     back += tl.sum(G1 * G1, 1)
-                put_part(back[:, None], shared_lines, turn, c, one, PARTS, C, 1)
-                meet(arrived, turn, PARTS)
-                back = add_parts(back[:, None], shared_lines, turn, c, one, PARTS, C, 1)
+                back = sum_parts(back[:, None], shared_lines, arrived, turn, c, one, PARTS, C, 1)
                 turn += 1
                 squares += tl.sum(x1 * x1, 1)[:, None] * back
             size = tl.sqrt(tl.maximum(squares, 1e-30))
@@ -200,41 +126,13 @@ def walk_states(
                 s = tl.sigmoid(z1)
                 x = z1 * s
                 G1 = dot(G, tl.trans(load_tile(M2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES)))
-                G1 *= _silu_slope(z1, s)
-                _advance(M1, S1, slot, new, d, n, x1, G1, own_last, own_moving, b, f, carried, KEYS, ROWS)
+                G1 *= silu_slope(z1, s)
+                advance(M1, S1, slot, new, d, n, x1, G1, own_last, own_moving, b, f, carried, KEYS, ROWS)
             else:
                 x = load_tile(keys, c, n, CHUNK, ROWS)
-            _advance(M2, S2, slot, new, n, v, x, G, own_last, own_moving, b, f, carried, ROWS, VALUES)
+            advance(M2, S2, slot, new, n, v, x, G, own_last, own_moving, b, f, carried, ROWS, VALUES)
         tl.debug_barrier()
         slot = new
-
-
-@triton.jit
-def _retreat(
-    A, B, dM, dS, slot, before, i, j, x, dz, back, G, b, f, carried, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """Store the gradients of a tile of M and S at a cell's start, which are those at the end of the cell before.
-
-    x^T dz is the part of M's gradient through z = x M; back^T G, if it is given, the part through G M^T.
-    """
-    size = ROWS * COLUMNS
-    weights = load_tile(A + slot * size, i, j, ROWS, COLUMNS)
-    momentum = load_tile(B + slot * size, i, j, ROWS, COLUMNS)
-    new_weights = load_tile(dM + slot * size, i, j, ROWS, COLUMNS)
-    new_momentum = load_tile(dS + slot * size, i, j, ROWS, COLUMNS)
-    new_weights += b * weights + dot(tl.trans(x), dz)
-    if back is not None:
-        new_weights += dot(tl.trans(back), G)
-    store_tile(A + before * size, new_weights, i, j, ROWS, COLUMNS)
-    store_tile(B + before * size, new_momentum + f * weights + carried * momentum, i, j, ROWS, COLUMNS)
-
-
-@triton.jit
-def _written(A, B, slot, i, j, x, last, moving, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return dG = -(last (x A) + moving (x B)) for a tile of A and B."""
-    size = ROWS * COLUMNS
-    dG = last * dot(x, load_tile(A + slot * size, i, j, ROWS, COLUMNS))
-    return -dG - moving * dot(x, load_tile(B + slot * size, i, j, ROWS, COLUMNS))
 
 
 @triton.jit(do_not_specialize=["cells", "heads"])
@@ -252,39 +150,26 @@ def walk_adjoints(
     e |G|^2 of the last matrix, e |x|^2 of the first, e = (ds/dsize) / size. room `3 programs c ROWS` holds gradients of
     G_1 (twice) and x_2.
     """
-    program = tl.program_id(0).to(tl.int64)
+    program, begin, shared, shared_lines, arrived, row, head, one, c, d, v, has, count = begin_walk(
+        shared, arrived, chunks, heads, C, BK, BV, VALUES, PARTS, SLICE
+    )
     programs = tl.num_programs(0).to(tl.int64)
-    begin = tl.program_id(1) * SLICE
-    shared, arrived = own_room(shared, arrived, C * (BV + 1), PARTS)
-    shared_lines = shared + 2 * PARTS * C * BV
     turn = 0
-    one = tl.arange(0, 1)
-    row = program // heads
-    head = program % heads
-    c = tl.arange(0, C)
-    d = tl.arange(0, BK)
-    v = tl.arange(0, BV)
-    has = v[None, :] < VALUES
-    count = tl.load(chunks + row)
     slot = (tl.load(base + count - 1) + row) * heads + head
     for step in range(count):
         j = count - 1 - step
         before = (tl.load(base + j - 1, mask=j > 0, other=cells) + row) * heads + head
         keys = k + slot * (CHUNK * KEYS)
-        own_last = _tokens(last, slot, c, CHUNK)
-        own_moving = _tokens(moving, slot, c, CHUNK)
-        b = tl.load(ends + slot * 3)
-        f = tl.load(ends + slot * 3 + 1)
-        carried = tl.load(ends + slot * 3 + 2)
+        own_last, own_moving, b, f, carried = load_factors(last, moving, ends, slot, c, CHUNK)
         answer = load_tile(z + slot * (CHUNK * VALUES), c, v, CHUNK, VALUES)
         goal = load_tile(target + slot * (CHUNK * VALUES), c, v, CHUNK, VALUES)
         own = M2 + slot * (ROWS * VALUES)
         if terms is not None:
             per = cells.to(tl.int64) * heads * CHUNK
-            scale = _tokens(terms, slot, c, CHUNK)
-            to_G = _tokens(terms + per, slot, c, CHUNK)
-            to_x = _tokens(terms + 2 * per, slot, c, CHUNK)
-            to_G1 = _tokens(terms + 3 * per, slot, c, CHUNK)
+            scale = load_tokens(terms, slot, c, CHUNK)
+            to_G = load_tokens(terms + per, slot, c, CHUNK)
+            to_x = load_tokens(terms + 2 * per, slot, c, CHUNK)
+            to_G1 = load_tokens(terms + 3 * per, slot, c, CHUNK)
         if z1 is not None:
             x1 = load_tile(keys, c, d, CHUNK, KEYS)
             own_z1 = z1 + slot * (CHUNK * ROWS)
@@ -302,13 +187,13 @@ def walk_adjoints(
                 hidden = load_tile(own_z1, c, n, CHUNK, ROWS)
                 s = tl.sigmoid(hidden)
                 x = hidden * s
-                dG1 = _written(A1, B1, slot, d, n, x1, own_last, own_moving, KEYS, ROWS)
-                along += tl.sum(dG1 * load_tile(own_back, c, n, CHUNK, ROWS) * _silu_slope(hidden, s), 1)
+                dG1 = written_gradient(A1, B1, slot, d, n, x1, own_last, own_moving, KEYS, ROWS)
+                along += tl.sum(dG1 * load_tile(own_back, c, n, CHUNK, ROWS) * silu_slope(hidden, s), 1)
                 store_tile(written, dG1, c, n, CHUNK, ROWS)
             else:
                 x = load_tile(keys, c, n, CHUNK, ROWS)
-            dG += _written(A2, B2, slot, n, v, x, own_last, own_moving, ROWS, VALUES)
-        G, centred, r, g = _error(answer, goal, has, EPS, VALUES)
+            dG += written_gradient(A2, B2, slot, n, v, x, own_last, own_moving, ROWS, VALUES)
+        G, centred, r, g = error(answer, goal, has, EPS, VALUES)
         clipped = G
         rest = tl.zeros((C, BV), tl.float32)
         if terms is not None:  # dsize / size = e (dG . G)
@@ -327,7 +212,7 @@ def walk_adjoints(
                 n = first + tl.arange(0, BN)
                 hidden = load_tile(own_z1, c, n, CHUNK, ROWS)
                 s = tl.sigmoid(hidden)
-                slope = _silu_slope(hidden, s)
+                slope = silu_slope(hidden, s)
                 dG1 = load_tile(written, c, n, CHUNK, ROWS)
                 dx2 = -own_last * dot(clipped, tl.trans(load_tile(A2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES)))
                 dx2 -= own_moving * dot(clipped, tl.trans(load_tile(B2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES)))
@@ -338,32 +223,30 @@ def walk_adjoints(
                 store_tile(dx2s, dx2, c, n, CHUNK, ROWS)
                 store_tile(dG1s, dG1, c, n, CHUNK, ROWS)
                 dG += dot(dG1 * slope, load_tile(own, n, v, ROWS, VALUES))
-            put_part(dG, shared, turn, c, v, PARTS, C, BV)
-            meet(arrived, turn, PARTS)
-            dG = add_parts(dG, shared, turn, c, v, PARTS, C, BV)
+            dG = sum_parts(dG, shared, arrived, turn, c, v, PARTS, C, BV)
             turn += 1
             tl.debug_barrier()
         dG += rest
 
         # and from those to the gradients of the matrices that G and x were computed with.
-        dz = _error_backward(dG, G, centred, r, g, has, EPS, VALUES)
+        dz = error_backward(dG, G, centred, r, g, has, EPS, VALUES)
         for first in range(begin, begin + SLICE, BN):
             n = first + tl.arange(0, BN)
             if z1 is not None:
                 hidden = load_tile(own_z1, c, n, CHUNK, ROWS)
                 s = tl.sigmoid(hidden)
-                slope = _silu_slope(hidden, s)
+                slope = silu_slope(hidden, s)
                 bend = s * (1.0 - s) * (2.0 + hidden * (1.0 - 2.0 * s))  # silu''
                 dx2 = load_tile(dx2s, c, n, CHUNK, ROWS) + dot(dz, tl.trans(load_tile(own, n, v, ROWS, VALUES)))
                 dG1 = load_tile(dG1s, c, n, CHUNK, ROWS)
                 dz1 = dG1 * load_tile(own_back, c, n, CHUNK, ROWS) * bend + dx2 * slope
-                _retreat(A1, B1, dM1, dS1, slot, before, d, n, x1, dz1, None, None, b, f, carried, KEYS, ROWS)
+                retreat(A1, B1, dM1, dS1, slot, before, d, n, x1, dz1, None, None, b, f, carried, KEYS, ROWS)
                 x = hidden * s
                 du = dG1 * slope
             else:
                 x = load_tile(keys, c, n, CHUNK, ROWS)
                 du = None
-            _retreat(A2, B2, dM2, dS2, slot, before, n, v, x, dz, du, G, b, f, carried, ROWS, VALUES)
+            retreat(A2, B2, dM2, dS2, slot, before, n, v, x, dz, du, G, b, f, carried, ROWS, VALUES)
         tl.debug_barrier()
         slot = before
 

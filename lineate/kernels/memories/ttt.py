@@ -24,14 +24,12 @@ from torch import Tensor
 from lineate.kernels.launching import start
 from lineate.kernels.memories.tiles import (
     Walk,
-    add_parts,
     dot,
     load_tile,
-    meet,
     own_room,
-    put_part,
     share,
     store_tile,
+    sum_parts,
     tile_size,
 )
 
@@ -182,9 +180,7 @@ def mlp_states(
             m = first + tl.arange(0, BM)
             x2 = _gelu(dot(key, _load(w1, n, d, m, D, M)) + _load_line(b1, n, m, M)[None, :])[0]
             z2 += dot(x2, _load(w2, n, m, d, M, D))
-        put_part(z2, room, j, c, d, PARTS, BC, BD)
-        meet(arrived, j, PARTS)
-        z2 = add_parts(z2, room, j, c, d, PARTS, BC, BD) + bias[None, :]
+        z2 = sum_parts(z2, room, arrived, j, c, d, PARTS, BC, BD) + bias[None, :]
         step = rate * _norm_gradient(z2, goal, gamma, d, eps, D)[0]
         bias -= tl.sum(step, 0)
         if begin == 0:
@@ -272,9 +268,7 @@ def mlp_adjoints(
             dG1 = minus_w * (dot(key, _load(aw1, here, d, m, D, M)) + _load_line(ab1, here, m, M)[None, :])
             dback = (_load(asked1, n, c, m, C, M) + dG1) * slope
             dG2 += dot(minus_w * x2, _load(aw2, here, m, d, M, D)) + dot(dback, _load(w2, n, m, d, M, D))
-        put_part(dG2, room, i, c, d, PARTS, BC, BD)
-        meet(arrived, i, PARTS)
-        dG2 = add_parts(dG2, room, i, c, d, PARTS, BC, BD) + asked
+        dG2 = sum_parts(dG2, room, arrived, i, c, d, PARTS, BC, BD) + asked
         dz2 = _norm_gradient_backward(dG2, G2, x, r, g, gamma, d, D)
         a2 = new_a2 + tl.sum(dz2, 0)
         if begin == 0:

@@ -49,7 +49,7 @@ def _store(pointers, x, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _unit(x):
+def unit_vector(x):
     """Return x * rsqrt(sum x^2 + 1e-6), as rule.normalize does."""
     return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
 
@@ -168,8 +168,8 @@ def decode_tokens(
         k_t = _load(k + x, has_x, EVEN_K)
         v_t = _load(v + y, has_y, EVEN_V)
         if NORMALIZE:
-            q_t = _unit(q_t)
-            k_t = _unit(k_t)
+            q_t = unit_vector(q_t)
+            k_t = unit_vector(k_t)
         q_t *= scale
         # forget
         if log_decay is not None:

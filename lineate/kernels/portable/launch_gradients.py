@@ -1,4 +1,4 @@
-"""The launches that compute every chunk's gradients, with the kernels of backward.py and channel.py."""
+"""The launches that compute every chunk's gradients, with the kernels of backward.py and channel_gradients.py."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,11 @@ from torch import Tensor
 from lineate.kernels.call import CHUNK, Call, Gates
 from lineate.kernels.launching import ceil_div, next_power, start
 from lineate.kernels.portable.backward import add_parts, gather, head_decay_gradients, head_gradients, head_residuals
-from lineate.kernels.portable.channel import channel_gradients, channel_residuals, channel_state_gradients
+from lineate.kernels.portable.channel_gradients import (
+    channel_gradients,
+    channel_residuals,
+    channel_state_gradients,
+)
 from lineate.kernels.portable.configurations import launch, narrow, power, precision
 from lineate.kernels.portable.gates import head_gates_backward
 from lineate.kernels.portable.launch_scores import spans_like
