@@ -24,8 +24,8 @@ from lineate.decoding.in_place import (
     state_in_place,
     write_back,
 )  # fmt: skip
-from lineate.layers.attention import reads_own_length
 from lineate.layers.formats import AS_COMPUTED, StateFormat
+from lineate.layers.softmax import reads_own_length
 from lineate.models import HybridLM, ModelState
 from lineate.models.trail import ModelTrail
 

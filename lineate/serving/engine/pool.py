@@ -13,8 +13,8 @@ from lineate.decoding.in_place import read_in_place, round_up, state_in_place
 from lineate.decoding.prepared import PreparedStep
 from lineate.generation.drawing import on_device
 from lineate.layers import LayerState, Memory, TensorSpec, TokenCache
-from lineate.layers.attention import WINDOW
 from lineate.layers.formats import AS_COMPUTED, StateFormat
+from lineate.layers.softmax import WINDOW
 from lineate.models import HybridLM, ModelState
 from lineate.models.trail import ModelTrail
 from lineate.serving.engine.graphs import GraphedSteps, PoolTensors
