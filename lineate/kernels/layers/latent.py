@@ -117,12 +117,12 @@ def read_latent_parts(
         acc = tl.zeros([BQ, BR], tl.float32)
     for first in tl.range(begin, end, BN):
         j = first + tl.arange(0, BN)
-        at = j.to(tl.int64) * (tl.cast(c_token, tl.int64) * UNIT)
-        latent = _load_tile(cache, at, d, j < end, RANK, BR)
+        entry = j.to(tl.int64) * (tl.cast(c_token, tl.int64) * UNIT)
+        latent = _load_tile(cache, entry, d, j < end, RANK, BR)
         if ENTRIES_FIRST:
             scores = tl.dot(latent, tl.trans(queries), input_precision=PRECISION)
             if SHARED:
-                own = _load_tile(cache + RANK, at, e, j < end, SHARED, BS)
+                own = _load_tile(cache + RANK, entry, e, j < end, SHARED, BS)
                 scores = tl.dot(own, tl.trans(shared), scores, input_precision=PRECISION)
             scores *= scale * _LOG2_E
             scores = tl.where((j[:, None] <= last[None, :]) & (j < end)[:, None], scores, float("-inf"))
@@ -136,7 +136,7 @@ def read_latent_parts(
         else:
             scores = tl.dot(queries, tl.trans(latent), input_precision=PRECISION)
             if SHARED:
-                own = _load_tile(cache + RANK, at, e, j < end, SHARED, BS)
+                own = _load_tile(cache + RANK, entry, e, j < end, SHARED, BS)
                 scores = tl.dot(shared, tl.trans(own), scores, input_precision=PRECISION)
             scores *= scale * _LOG2_E
             scores = tl.where((j[None, :] <= last[:, None]) & (j < end)[None, :], scores, float("-inf"))

@@ -138,7 +138,7 @@ def attend_keys(
     last = length - t + m - first  # the last key of the block that a query sees
     lowest = length - t + tile * BM - first
     end = tl.minimum(tl.minimum(count, length - first), lowest + BM)
-    if not ENDS:
+    if not ENDS:  # noqa: SIM102 (a compile-time condition around one of the device)
         if end <= 0:
             return
     full = tl.maximum(tl.minimum(end, lowest + 1), 0) // BN * BN  # keys that all queries of the tile see
