@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from bench.timing import given_command, show
-from lineate.decoding.capturing import capture_stream, captured
+from lineate.decoding.capturing import capture_stream
 from lineate.layers import GatedAttention, LatentAttention, TokenCache, latent, softmax
 from lineate.layers.gpu import overlapping
 from lineate.layers.softmax import attend
@@ -92,14 +92,15 @@ def bound_us(name: str, rows: int, n: int, t: int) -> float:
 
 def graph_us(calls: list[Callable[[], Tensor]], rounds: int) -> float:
     """Return the median microseconds of one call in a graph of all of them."""
-    stream = capture_stream(torch.cuda.current_device())
+    stream, graph = capture_stream(torch.cuda.current_device()), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), overlapping():
         calls[0]()
-    torch.cuda.current_stream().wait_stream(stream)
-    with captured(torch.device(DEVICE, torch.cuda.current_device())) as graph, overlapping():
+        graph.capture_begin()
         for call in calls:
             call()
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
     times = []
     for _ in range(rounds + 1):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -144,8 +145,8 @@ def measure(name: str, rows: int, n: int, t: int, decoding: bool, args: argparse
     calls = make_calls(name, rows, n, t, decoding)
     us, peak = measured(calls, args.rounds, True)
     theirs, their_peak = float("nan"), float("nan")
-    if not args.ours and t * n * (1 if decoding else 16) < 2**34:
-        theirs, their_peak = measured(calls, args.rounds, False)
+    if not args.ours and rows * t * n < 2**30:
+        theirs, their_peak = measured(calls, 2, False)
     bound = bound_us(name, rows, n, t)
     row = {
         "layer": name, "rows": rows, "tokens": t, "after": n - t, "us": us, "bound_us": bound, "peak_mb": peak,
@@ -161,7 +162,7 @@ def measure(name: str, rows: int, n: int, t: int, decoding: bool, args: argparse
 def cases(args: argparse.Namespace) -> list[tuple[str, int, int, int, bool]]:
     """Return layers, rows, n, t, and whether lengths are on the device, as when decoding."""
     found: list[tuple[str, int, int, int, bool]] = []
-    contexts, after = (CONTEXTS[:2], AFTER[:2]) if args.quick else (CONTEXTS, AFTER)
+    contexts, after = (CONTEXTS[:2], AFTER[:3]) if args.quick else (CONTEXTS, AFTER)
     if args.only != "pieces":
         found += [(name, rows, n, 1, True) for name, rows, n in product(LAYERS, ROWS, contexts)]
         found += [("kimi", 8, n, t, True) for n, t in product(contexts[1:2], (3, 5, 17, 64, 65))]
@@ -173,16 +174,15 @@ def cases(args: argparse.Namespace) -> list[tuple[str, int, int, int, bool]]:
 
 def tune_latent(rounds: int) -> None:
     """Time the tiles of the kernel of decoding."""
-    from lineate.kernels.launching import compile_only
-    from lineate.kernels.layers.latent import Tiles, latent_attention
+    from lineate.kernels.launching import ceil_div, compile_only
+    from lineate.kernels.layers.latent import Tiles, latent_attention, parts_of
 
-    shapes = [(32, 64, 1), (32, 64, 2), (32, 32, 2), (32, 32, 4), (32, 128, 1), (64, 64, 1), (64, 64, 2), (64, 32, 3)]
-    tiles = [
-        Tiles(queries, entries, warps, stages, first)
-        for (queries, entries, stages), warps, first in product(shapes, (4, 8), (True, False))
-        if queries * 512 // warps <= 8192 and (entries > 32 or not first)
-    ]
-    problems = [(1, 32768, 1), (8, 32768, 1), (64, 4096, 1), (64, 32768, 1), (1, 4096, 1), (8, 32768, 5)]
+    shapes = [
+        (32, 32, 4, 3, False), (32, 32, 4, 2, False), (32, 16, 4, 4, False), (32, 64, 8, 3, False), (32, 32, 8, 3, False),
+        (32, 64, 4, 2, True), (32, 64, 8, 2, True), (64, 64, 8, 2, False), (64, 64, 8, 2, True),
+    ]  # fmt: skip
+    tiles = [Tiles(*shape) for shape in shapes]
+    problems = [(1, 32768, 1), (64, 4096, 1), (8, 32768, 5), (8, 32768, 1)]
     made = {}
     for rows, n, t in problems:
         copies = max(1, min(8, COPIES // (rows * n * 1152)))
@@ -197,20 +197,15 @@ def tune_latent(rounds: int) -> None:
     compile_only(lambda: [run(problems[0], which, None) for which in tiles])  # type: ignore[arg-type,return-value]
     for problem in problems:
         times: dict[Any, float] = {}
-        tried = product(tiles, (None,))
-        for which, parts in tried:
+        usual = parts_of(torch.device(DEVICE, 0), problem[0], ceil_div(32 * problem[2], 32))
+        for which, parts in product(tiles, (usual // 2, usual, 2 * usual)):
             calls = [partial(run, problem, which, parts, i) for i in range(len(made[problem][2]))]
             try:
                 times[which, parts] = graph_us(calls, rounds)
             except Exception as error:  # too much shared memory
                 print(f"{which}: {str(error)[:80]}", flush=True)
-        best = sorted(times, key=lambda x: times[x])[:3]
-        for parts in (2, 4, 8, 16, 32, 64, 128, 256):
-            for which, _ in best[:2]:
-                calls = [partial(run, problem, which, parts, i) for i in range(len(made[problem][2]))]
-                times[which, parts] = graph_us(calls, rounds)
         print(f"latent rows, n, t {problem}: bound {bound_us('kimi', problem[0], problem[1], problem[2]):.1f} us")
-        for which, parts in sorted(times, key=lambda x: times[x])[:14]:
+        for which, parts in sorted(times, key=lambda x: times[x])[:20]:
             print(f"  {times[which, parts]:8.1f} us  parts {parts}  {which}", flush=True)
 
 
@@ -220,8 +215,8 @@ def tune_pieces(rounds: int) -> None:
     from lineate.kernels.layers.pieces import Block, Tiles, piece_attention
 
     wanted = {
-        "kimi": [(128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (64, 64, 4, 2), (64, 128, 4, 2)],
-        "qwen": [(128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (128, 64, 8, 1)],
+        "kimi": [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 16, 2), (64, 64, 4, 2)],
+        "qwen": [(128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 4), (64, 64, 4, 2)],
     }
     t = 4096
     for name, n in (("kimi", 8192), ("qwen", 8192), ("qwen", 36864)):

@@ -6,8 +6,8 @@ All heads share the entry (c_j, p_j) of a token: c_j is its latent vector, p_j i
 multiplied by the half of the up-projection that makes keys, r its part for the shared channels. A tile of entries is
 loaded once and serves all queries of a program, both for the scores and for the sums.
 
-A row's entries are cut into at most PARTS parts of whole tiles, and one program reads one part. A second launch joins
-the parts, each with its highest score. PARTS depends on the numbers of rows and queries, but neither launch depends on
+A row's entries are cut into parts of whole tiles, and one program reads one part. A second launch joins the parts, each
+with its highest score. The number of parts depends on the numbers of rows and queries, but neither launch depends on
 the lengths, so that one CUDA graph serves all of them; a program whose part begins after the row's end returns at once.
 """
 
@@ -28,7 +28,6 @@ from lineate.kernels.launching import (
     shared_memory,
     start,
 )  # fmt: skip
-from lineate.kernels.layers.cached import _part_size
 from lineate.kernels.layers.ops import KERNEL_DTYPES, strides_of
 
 MOST_PARTS = 128
@@ -37,8 +36,8 @@ FEWEST_PARTS = 4
 MOST_TOKENS = 64
 """The most new tokens of a row; more are faster with keys and values of each head (pieces.py)."""
 WIDEST_RANK, WIDEST_SHARED = 512, 128
-JOINED = 128
-"""How many channels of a query a program joins."""
+JOINED = 4096
+"""How many sums a program joins: channels of a query times parts; at least 128 channels."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -61,6 +60,12 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
+def _part_size(length, parts, BN: tl.constexpr):
+    """Return how many entries a part has: whole tiles."""
+    return tl.cdiv(tl.cdiv(length, BN), parts) * BN
+
+
+@triton.jit
 def _load_tile(x, at, d, there, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """Load rows `at` of x, those that are there; with zeros after their SIZE channels."""
     if SIZE == WIDTH:
@@ -70,15 +75,15 @@ def _load_tile(x, at, d, there, SIZE: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        *("t", "capacity", "q_row", "q_token", "q_head", "r_row", "r_token", "r_head", "c_row", "c_token")
+        *("t", "capacity", "parts", "q_row", "q_token", "q_head", "r_row", "r_token", "r_head", "c_row", "c_token")
     ]
 )
 def read_latent_parts(
-    q, r, cache, lengths, sums, peaks, totals, scale, t, capacity,
+    q, r, cache, lengths, sums, peaks, totals, scale, t, capacity, parts,
     q_row, q_token, q_head, r_row, r_token, r_head, c_row, c_token,
     HEADS: tl.constexpr, RANK: tl.constexpr, SHARED: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr,
-    BR: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, ENTRIES_FIRST: tl.constexpr, PRECISION: tl.constexpr,
-    UNIT: tl.constexpr, OVERLAP: tl.constexpr,
+    BR: tl.constexpr, BS: tl.constexpr, ENTRIES_FIRST: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Read one part of one row for one tile of queries: sums `row part t*HEADS RANK`, peaks and totals without RANK.
 
@@ -86,13 +91,13 @@ def read_latent_parts(
     """
     tiles = tl.cdiv(t * HEADS, BQ)
     tile = tl.program_id(0) % tiles  # the tiles of one part run together, so that the cache serves them from L2
-    part = tl.program_id(0) // tiles % PARTS
-    row = (tl.program_id(0) // tiles // PARTS).to(tl.int64)
+    part = tl.program_id(0) // tiles % parts
+    row = (tl.program_id(0) // tiles // parts).to(tl.int64)
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     length = tl.minimum(tl.load(lengths + row), capacity).to(tl.int32)
-    size = _part_size(length, BN, PARTS)
+    size = _part_size(length, parts, BN)
     begin = part * size
     end = tl.minimum(begin + size, length)
     if begin >= end:
@@ -148,7 +153,7 @@ def read_latent_parts(
             acc *= shrink[:, None]
             acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision=PRECISION)
         peak = higher
-    at = (row * PARTS + part) * (t * HEADS) + m
+    at = (row * parts + part) * (t * HEADS) + m
     tl.store(peaks + at, peak, mask=there)
     tl.store(totals + at, total, mask=there)
     to = sums + at * RANK
@@ -173,7 +178,7 @@ def join_latent_parts(
         gdc_wait()
     length = tl.minimum(tl.load(lengths + row), capacity).to(tl.int32)
     part = tl.arange(0, PARTS)
-    read = part * _part_size(length, BN, PARTS) < length
+    read = part * _part_size(length, PARTS, BN) < length
     d = block * BD + tl.arange(0, BD)
     at = (row * PARTS + part) * queries + query
     peak = tl.load(peaks + at, mask=read, other=float("-inf"))
@@ -189,12 +194,11 @@ def tiles_of(device: torch.device, dtype: torch.dtype, queries: int, width: int)
     """Return the tiles for this many queries of a row, and entries of this many channels, padded ones included."""
     if dtype == torch.float32:
         return Tiles(16, 32 if width <= 256 else 16, 4, 2, False)
-    hopper = is_hopper(device)
-    tile = min(64 if hopper else 32, max(16, next_power(queries)))
-    for entries, stages in ((64, 3), (64, 2), (32, 2), (16, 2)):
-        needed = 2 * (tile * width + stages * entries * width + tile * entries)
+    tile = min(32, max(16, next_power(queries)))
+    for entries, stages in ((32, 3), (32, 2), (16, 2)):
+        needed = 2 * (stages * entries * width + tile * entries)
         if needed + 8192 <= shared_memory(device):
-            return Tiles(tile, entries, 8 if width * tile >= 16384 else 4, stages, hopper and entries == 64)
+            return Tiles(tile, entries, 4, stages, False)
     return Tiles(16, 16, 4, 1, False)
 
 
@@ -239,12 +243,13 @@ def latent_attention(
     sums = torch.empty(rows, parts, queries, rank, dtype=torch.float32, device=q.device)
     peaks, totals = torch.empty(2, rows, parts, queries, dtype=torch.float32, device=q.device)
     output = torch.empty(rows, t, heads, rank, dtype=q.dtype, device=q.device)
-    joined = min(JOINED, wide)
+    joined = min(max(JOINED // parts, 128), wide)
     launch = overlap_options(q.device)
     with torch.cuda.device_of(q):
         start(read_latent_parts, (rows * parts * programs,))(
-            q, r, cache, lengths, sums, peaks, totals, scale, t, cache.shape[1], *(s // unit for s in strides),
-            HEADS=heads, RANK=rank, SHARED=shared, BQ=tiles.queries, BN=tiles.entries, BR=wide, BS=narrow, PARTS=parts,
+            q, r, cache, lengths, sums, peaks, totals, scale, t, cache.shape[1], parts,
+            *(s // unit for s in strides),
+            HEADS=heads, RANK=rank, SHARED=shared, BQ=tiles.queries, BN=tiles.entries, BR=wide, BS=narrow,
             ENTRIES_FIRST=tiles.entries_first, PRECISION="ieee" if q.dtype == torch.float32 else None, UNIT=unit,
             num_warps=tiles.warps, num_stages=tiles.stages, **launch,
         )  # fmt: skip
