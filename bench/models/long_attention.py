@@ -178,8 +178,8 @@ def tune_latent(rounds: int) -> None:
     from lineate.kernels.layers.latent import Tiles, latent_attention, parts_of
 
     shapes = [
-        (32, 32, 4, 3, False), (32, 32, 4, 2, False), (32, 16, 4, 4, False), (32, 64, 8, 3, False), (32, 32, 8, 3, False),
-        (32, 64, 4, 2, True), (32, 64, 8, 2, True), (64, 64, 8, 2, False), (64, 64, 8, 2, True),
+        (32, 32, 4, 3, False), (32, 32, 4, 2, False), (32, 16, 4, 4, False), (32, 64, 8, 3, False),
+        (32, 32, 8, 3, False), (32, 64, 4, 2, True), (32, 64, 8, 2, True), (64, 64, 8, 2, False), (64, 64, 8, 2, True),
     ]  # fmt: skip
     tiles = [Tiles(*shape) for shape in shapes]
     problems = [(1, 32768, 1), (64, 4096, 1), (8, 32768, 5), (8, 32768, 1)]

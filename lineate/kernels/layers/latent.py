@@ -21,7 +21,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lineate.kernels.launching import (
     ceil_div,
-    is_hopper,
     multiprocessors,
     next_power,
     overlap_options,
