@@ -14,7 +14,7 @@ import gc
 import importlib.metadata
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from functools import partial
@@ -41,7 +41,7 @@ COPIES = 2**28
 """Bytes of all copies of a cache together, several times the L2 cache."""
 MOST_BYTES = 90e9
 DEVICE = "cuda"
-Make = Callable[[int, int, int], list[Callable[[], Tensor]]]
+Calls = Sequence[Callable[[], Tensor]]
 
 
 def kimi() -> LatentAttention:
@@ -54,14 +54,14 @@ def qwen() -> GatedAttention:
     return layer.to(DEVICE, torch.bfloat16)
 
 
-LAYERS = {"kimi": kimi, "qwen": qwen}
+LAYERS: dict[str, Callable[[], LatentAttention | GatedAttention]] = {"kimi": kimi, "qwen": qwen}
 
 
-def make_calls(name: str, rows: int, n: int, t: int, decoding: bool, copies: int = 0) -> list[Callable[[], Tensor]]:
+def make_calls(name: str, rows: int, n: int, t: int, decoding: bool, copies: int = 0) -> Calls:
     """Return one call for each copy of the cache: t tokens of every row, the last of n."""
     layer = LAYERS[name]()
     bytes_of_one = rows * n * sum(spec.nbytes(1) for spec in layer.state_spec)
-    found = []
+    found: list[Callable[[], Tensor]] = []
     for _ in range(copies or max(1, min(8, COPIES // bytes_of_one))):
         tensors = {
             spec.name: torch.empty(rows, n, *spec.shape[1:], dtype=spec.dtype, device=DEVICE).normal_()  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ def make_calls(name: str, rows: int, n: int, t: int, decoding: bool, copies: int
             found.append(partial(layer._read, q, cache, None))
         else:
             q = torch.randn(rows, t, 16, 256, dtype=torch.bfloat16, device=DEVICE)
-            found.append(partial(attend, q, cache, "keys", "values", layer.scale, None))
+            found.append(partial(attend, q, cache, "keys", "values", 256**-0.5, None))
     return found
 
 
@@ -90,7 +90,7 @@ def bound_us(name: str, rows: int, n: int, t: int) -> float:
     return 1e6 * max(flops / FLOPS, moved / BYTES_PER_SECOND)
 
 
-def graph_us(calls: list[Callable[[], Tensor]], rounds: int) -> float:
+def graph_us(calls: Calls, rounds: int) -> float:
     """Return the median microseconds of one call in a graph of all of them."""
     stream, graph = capture_stream(torch.cuda.current_device()), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
@@ -118,7 +118,7 @@ def without_kernels() -> AbstractContextManager[Any]:
     return mock.patch.multiple(softmax, runs_kernels=off)
 
 
-def measured(calls: list[Callable[[], Tensor]], rounds: int, ours: bool) -> tuple[float, float]:
+def measured(calls: Calls, rounds: int, ours: bool) -> tuple[float, float]:
     """Return the microseconds of a call, and its peak memory in MB; NaN where torch has too little memory."""
     try:
         with (
@@ -194,7 +194,7 @@ def tune_latent(rounds: int) -> None:
         q, r, caches, lengths = made[problem]
         return latent_attention(q, r, caches[copy], lengths, 0.1, which, parts)
 
-    compile_only(lambda: [run(problems[0], which, None) for which in tiles])  # type: ignore[arg-type,return-value]
+    compile_only(partial(run_each, lambda which: run(problems[0], which, None), tiles))
     for problem in problems:
         times: dict[Any, float] = {}
         usual = parts_of(torch.device(DEVICE, 0), problem[0], ceil_div(32 * problem[2], 32))
@@ -207,6 +207,11 @@ def tune_latent(rounds: int) -> None:
         print(f"latent rows, n, t {problem}: bound {bound_us('kimi', problem[0], problem[1], problem[2]):.1f} us")
         for which, parts in sorted(times, key=lambda x: times[x])[:20]:
             print(f"  {times[which, parts]:8.1f} us  parts {parts}  {which}", flush=True)
+
+
+def run_each(run: Callable[[Any], Tensor], tiles: Sequence[Any]) -> None:
+    for x in tiles:
+        run(x)
 
 
 def tune_pieces(rounds: int) -> None:
@@ -231,7 +236,7 @@ def tune_pieces(rounds: int) -> None:
             return piece_attention(q, [block], n, n, 0.1, tiles=tiles)
 
         tiles = [Tiles(*x) for x in wanted[name]]
-        compile_only(lambda run=run, tiles=tiles: [run(x) for x in tiles])  # type: ignore[misc]
+        compile_only(partial(run_each, run, tiles))
         flops = 2 * heads * (key + shared + value) * (t * (n - t) + t * (t + 1) // 2)
         for x in tiles:
             try:

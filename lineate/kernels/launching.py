@@ -117,7 +117,7 @@ def shared_memory(device: torch.device) -> int:
     """Return how many bytes of shared memory a program may use; for a CPU, where the interpreter runs, an H200's."""
     if device.type != "cuda":
         return 232448
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def ceil_div(a: int, b: int) -> int:
