@@ -25,10 +25,10 @@ from lineate.decoding.in_place import (
     state_in_place,
     write_back,
 )  # fmt: skip
-from lineate.layers.attention import reads_own_length
 from lineate.layers.formats import AS_COMPUTED, StateFormat
 from lineate.layers.registry import kind_of
 from lineate.layers.step.supported_modules import are_unchanged, runs_own_forward
+from lineate.layers.softmax import reads_own_length
 from lineate.models import HybridLM, ModelState
 from lineate.models.trail import ModelTrail
 

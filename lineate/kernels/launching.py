@@ -112,6 +112,14 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Return how many bytes of shared memory a program may use; for a CPU, where the interpreter runs, an H200's."""
+    if device.type != "cuda":
+        return 232448
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
 def ceil_div(a: int, b: int) -> int:
     """Return a / b, rounded up. (triton.cdiv takes 5 us on the host.)"""
     return -(-a // b)

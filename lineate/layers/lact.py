@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate.forms.sequences import sequence_lengths
-from lineate.layers.attention import attend_new, takes_packed
 from lineate.layers.configs import MemoryConfig
 from lineate.layers.costs.learning import LactCosts, learning_kept
 from lineate.layers.gpu import kernels_for
@@ -15,6 +14,7 @@ from lineate.layers.learning import LearningMixer, divide_memory, rows_of, share
 from lineate.layers.norm import RMSNorm
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
+from lineate.layers.softmax import attend_new, takes_packed
 from lineate.layers.state import Memory, TensorSpec, token_positions
 from lineate.memory.lact import fresh_state, lact
 from lineate.native.low_precision_matmul import attention

@@ -6,13 +6,15 @@ Decoding instead multiplies q by W_kh^T and the output by W_vh. That gives the s
 as the only key and value.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.layers.attention import LOOK, attend, attend_new
+from lineate.layers.attention import LOOK
 from lineate.layers.configs import LatentConfig
 from lineate.layers.costs.attention import LATENT, latent_kept
 from lineate.layers.entry import check_call
@@ -20,12 +22,22 @@ from lineate.layers.norm import RMSNorm
 from lineate.layers.projection import project
 from lineate.layers.registry import MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
+from lineate.layers.softmax import attend, attend_blocks, attend_new, lengths_of, runs_kernels
 from lineate.layers.split_attention import attend_segment
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 from lineate.native.low_precision_matmul import multiply_heads
 from lineate.parallel.context.segments import Bounds, Context, segment_of
 from lineate.parallel.tensor.shards import Cut, Part, Shard, linear_cuts, share_out
 from lineate.torch_ops.elementwise import elementwise
+
+if TYPE_CHECKING:
+    from lineate.kernels.layers.pieces import Block
+
+EXPANDED = 8192
+"""How many entries of all rows are expanded at a time for a piece of a prompt, where our kernels run."""
+SMALLEST_BLOCK = 256
+MOST_ABSORBED = 64
+"""The most tokens that read the cache itself on a GPU: torch's kernels keep all scores of such wide heads."""
 
 
 class LatentAttention(nn.Module):
@@ -91,7 +103,7 @@ class LatentAttention(nn.Module):
             cu_seqlens: where sequences packed into one row begin and end, `n_seqs + 1`.
         """
         check_call(self, x, state, cu_seqlens)
-        t, past = x.shape[1], 0 if state is None else state.lengths
+        past = 0 if state is None else state.lengths
         segment, cu_seqlens = segment_of(self.context, x, cu_seqlens, past)
         q, latent, shared, gate = project(self.in_proj, x).split(self.splits, -1)
         q = q.unflatten(-1, (self.heads, -1))  # b t heads nope+rope
@@ -109,9 +121,30 @@ class LatentAttention(nn.Module):
             output = attend_new(q, *self._keys_and_values(new), self.scale, cu_seqlens)
             return self._leave(output, gate), TokenCache.of(new, cu_seqlens)
         state = state.append(new) if cu_seqlens is None else state.append_packed(new, cu_seqlens)
-        # Reading the cache itself costs rank + rank a pair instead of nope + value, but expands nothing.
-        read = self._absorbed if t == 1 or 4 * t < state.n else self._expanded
-        return self._leave(read(q, state, cu_seqlens), gate), state
+        return self._leave(self._read(q, state, cu_seqlens), gate), state
+
+    def reads_own_length(self, t: int) -> bool:
+        """Whether t new tokens of a row read only the entries that the row has; see softmax.reads_own_length."""
+        from lineate.kernels.layers.latent import MOST_TOKENS, WIDEST_RANK, WIDEST_SHARED  # triton, at its first use
+
+        return t <= MOST_TOKENS and self.rank <= WIDEST_RANK and self.rope_dim <= WIDEST_SHARED
+
+    def _read(self, q: Tensor, state: TokenCache, cu_seqlens: Tensor | None) -> Tensor:
+        """Attend with q `b t heads nope+rope` to the cache, which has its tokens; return `b t heads value`.
+
+        Reading the cache itself costs rank + rank a pair instead of nope + value, but expands nothing. On a GPU a few
+        tokens do so; a piece of a prompt reads keys and values that are made from one block of the cache at a time.
+        """
+        cached, t = state["latent"], q.shape[1]
+        if runs_kernels(q, cached, self.up_proj.weight):
+            from lineate.kernels.layers.pieces import serves_piece  # triton, at its first use
+
+            if cu_seqlens is None and self.reads_own_length(t):
+                return self._absorbed(q, state, None)
+            if serves_piece(q, cached, self.nope_dim, self.value_dim, self.rope_dim):
+                return attend_blocks(q, self._blocks(cached), state, self.scale, cu_seqlens)
+        few = 4 * t < state.n and (t <= MOST_ABSORBED or not q.is_cuda)
+        return (self._absorbed if t == 1 or few else self._expanded)(q, state, cu_seqlens)
 
     def _leave(self, output: Tensor, gate: Tensor) -> Tensor:
         """Return out_proj of the output `b t heads v`, multiplied by its gate if there is one."""
@@ -144,10 +177,29 @@ class LatentAttention(nn.Module):
     def _absorbed(self, q: Tensor, state: TokenCache, cu_seqlens: Tensor | None) -> Tensor:
         up = self.up_proj.weight.unflatten(0, (self.heads, -1))  # heads nope+value rank
         to_keys, to_values = up.split((self.nope_dim, self.value_dim), 1)
-        inside = multiply_heads(q[..., : self.nope_dim], to_keys)
-        q = torch.cat((inside, q[..., self.nope_dim :]), -1)  # b t heads rank+rope
-        read = attend(q, state, "latent", "latent", self.scale, cu_seqlens)[..., : self.rank]
-        return multiply_heads(read, to_values.mT)
+        inside = multiply_heads(q[..., : self.nope_dim], to_keys)  # b t heads rank
+        return multiply_heads(self._read_entries(inside, q[..., self.nope_dim :], state, cu_seqlens), to_values.mT)
+
+    def _read_entries(self, q: Tensor, r: Tensor, state: TokenCache, cu_seqlens: Tensor | None) -> Tensor:
+        """Attend with q `b t heads rank` and r `b t heads rope` to the cache itself; return `b t heads rank`."""
+        cached = state["latent"]
+        if cu_seqlens is None and runs_kernels(q, r, cached):
+            from lineate.kernels.layers.latent import latent_attention, serves_latent  # triton, at its first use
+
+            if serves_latent(q, r, cached):
+                return latent_attention(q, r, cached, lengths_of(state, q.device), self.scale)
+        return attend(torch.cat((q, r), -1), state, "latent", "latent", self.scale, cu_seqlens)[..., : self.rank]
+
+    def _blocks(self, cached: Tensor) -> "Iterator[Block]":
+        """Yield the keys and values of one block of the cache `rows n 1 rank+rope` after another."""
+        from lineate.kernels.layers.pieces import Block  # triton, at its first use
+
+        size = max(SMALLEST_BLOCK, EXPANDED // cached.shape[0])
+        for first in range(0, cached.shape[1], size):
+            part = cached[:, first : first + size]
+            made = project(self.up_proj, part[:, :, 0, : self.rank]).unflatten(-1, (self.heads, -1))
+            keys, values = made.split((self.nope_dim, self.value_dim), -1)
+            yield Block(keys, values, part[..., self.rank :] if self.rope_dim else None, first)
 
 
 def _make(model: ModelSizes, config: LatentConfig) -> LatentAttention:

@@ -9,7 +9,7 @@ import torch._dynamo.testing
 from torch import Tensor
 
 from lineate.layers import GatedAttention
-from lineate.layers.attention import attend_new
+from lineate.layers.softmax import attend_new
 from lineate.models import HybridConfig, HybridLM, ModelState
 from lineate.models.config import AttentionConfig, FeedConfig, LatentConfig, LinearConfig, MemoryConfig
 from lineate.native.product import MOST_ROWS

@@ -22,6 +22,7 @@ from triton.runtime import driver
 CAPABILITIES = (90, 80)
 """Of the GPUs cuda:0, with the stages of Hopper, and cuda:1, with the portable ones."""
 MULTIPROCESSORS = (132, 108)
+SHARED_MEMORY = (232448, 166912)
 MAKERS = "arange as_tensor empty empty_like eye full full_like linspace ones ones_like rand randint randn tensor zeros"
 MOVERS = "new_empty new_full new_ones new_tensor new_zeros to"
 META = torch.device("meta")
@@ -156,7 +157,7 @@ def install() -> FakeGPUs:
     torch.cuda.current_stream = lambda device=None: SimpleNamespace(synchronize=lambda: None)
     torch.cuda.get_device_capability = lambda device=None: divmod(CAPABILITIES[gpus.current], 10)
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(
-        multi_processor_count=MULTIPROCESSORS[gpus.current]
+        multi_processor_count=MULTIPROCESSORS[gpus.current], shared_memory_per_block_optin=SHARED_MEMORY[gpus.current]
     )
     return gpus
 

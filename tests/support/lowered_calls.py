@@ -15,7 +15,7 @@ import lineate
 from lineate import plans
 from lineate.call import Inputs
 from lineate.kernels import launching, pipeline
-from lineate.kernels.layers import cached, ops, products, quantised_products, token
+from lineate.kernels.layers import cached, latent, ops, pieces, products, quantised_products, token
 from lineate.kernels.memories.lact_features import features
 from lineate.memory.lact import lact, lact_state
 from lineate.memory.titans.op import titans, titans_state
@@ -201,6 +201,21 @@ def step(name: str, dtype: str, rows: int, overlap: bool) -> None:
             for t in (1, 3):
                 q, lengths = empty(rows, t, 8, 128, dtype=dtype), empty(rows, dtype="int64")
                 cached.cached_attention(q, keys, values, lengths, 0.1, empty(rows, t, 1024, dtype=dtype))
+        elif name == "latent":
+            for t, rank, shared in ((1, 512, 64), (3, 512, 64), (2, 20, 6), (1, 64, 0)):
+                q, r = empty(rows, t, 32, rank, dtype=dtype), empty(rows, t, 32, shared, dtype=dtype)
+                cache, lengths = empty(rows, 500, 1, rank + shared, dtype=dtype), empty(rows, dtype="int64")
+                latent.latent_attention(q, r, cache, lengths, 0.1)
+        elif name == "piece":
+            for key, value, shared in ((128, 128, 64), (256, 256, 0), (9, 7, 4)):
+                q, n = empty(rows, 300, 4, key + shared, dtype=dtype), 500
+                k, v = empty(rows, n, 4, key, dtype=dtype), empty(rows, n, 4, value, dtype=dtype)
+                p = empty(rows, n, 1, shared, dtype=dtype) if shared else None
+                blocks = [pieces.Block(k, v, p, first) for first in (0, n, 2 * n)]
+                pieces.piece_attention(q, blocks, 3 * n, 3 * n, 0.1)
+                pieces.piece_attention(
+                    q[:1], blocks, 3 * n, empty(rows, dtype="int64"), 0.1, empty(rows + 1, dtype="int64"), 90
+                )
         elif name == "place":
             q, k, v = (empty(rows, 1, heads, 128, dtype=dtype) for heads in (8, 2, 2))
             caches = [empty(rows, 500, 2, 128, dtype=dtype) for _ in range(2)]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.call import Inputs, Options, Slots
-from lineate.layers.attention import GatedAttention, reads_own_length
+from lineate.layers.attention import GatedAttention
 from lineate.layers.entry import check_call
 from lineate.layers.feed import SwiGLU, glu
 from lineate.layers.gpu import coded, kernels_for, overlaps, uncoded
@@ -27,6 +27,7 @@ from lineate.layers.norm import RMSNorm
 from lineate.layers.projection import project
 from lineate.layers.registry import step_of
 from lineate.layers.rope import frequencies
+from lineate.layers.softmax import reads_own_length
 from lineate.layers.state import CacheInPlace, LayerState, Memory
 from lineate.layers.step.spec import StepSpec
 from lineate.layers.step.supported_modules import KNOWN, runs_own_forward

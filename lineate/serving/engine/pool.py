@@ -14,8 +14,8 @@ from lineate.decoding.prepared import PreparedStep
 from lineate.decoding.rows import RowSteps, RowTensors
 from lineate.generation.drawing import on_device
 from lineate.layers import LayerState, Memory, TensorSpec, TokenCache
-from lineate.layers.attention import WINDOW
 from lineate.layers.formats import AS_COMPUTED, StateFormat
+from lineate.layers.softmax import WINDOW
 from lineate.models import HybridLM, ModelState
 from lineate.models.trail import ModelTrail
 

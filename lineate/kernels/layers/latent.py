@@ -1,0 +1,259 @@
+"""Latent attention of a few new tokens over the cache itself, each row over its own number of entries.
+
+    s_j = scale (q . c_j + r . p_j)        o = sum_j e^{s_j} c_j / sum_j e^{s_j},    j up to the query's own token
+
+All heads share the entry (c_j, p_j) of a token: c_j is its latent vector, p_j its shared channels. q is a head's query
+multiplied by the half of the up-projection that makes keys, r its part for the shared channels. A tile of entries is
+loaded once and serves all queries of a program, both for the scores and for the sums.
+
+A row's entries are cut into parts of whole tiles, and one program reads one part. A second launch joins the parts, each
+with its highest score. The number of parts depends on the numbers of rows and queries, but neither launch depends on
+the lengths, so that one CUDA graph serves all of them; a program whose part begins after the row's end returns at once.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lineate.kernels.launching import (
+    ceil_div,
+    multiprocessors,
+    next_power,
+    overlap_options,
+    shared_memory,
+    start,
+)  # fmt: skip
+from lineate.kernels.layers.ops import KERNEL_DTYPES, strides_of
+
+MOST_PARTS = 128
+"""The most parts that the entries of a row are cut into."""
+FEWEST_PARTS = 4
+MOST_TOKENS = 64
+"""The most new tokens of a row; more are faster with keys and values of each head (pieces.py)."""
+WIDEST_RANK, WIDEST_SHARED = 512, 128
+JOINED = 4096
+"""How many sums a program joins: channels of a query times parts; at least 128 channels."""
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class Tiles(NamedTuple):
+    """The tiles of a launch.
+
+    Args:
+        queries: Queries of a tile, a power of two of at least 16.
+        entries: Entries of a tile, a power of two of at least 16.
+        warps: Warps of a program.
+        stages: How many tiles of entries are in flight or in use.
+        entries_first: Whether scores are `entries queries`, so that few queries fill the tiles of Hopper's products.
+    """
+
+    queries: int
+    entries: int
+    warps: int
+    stages: int
+    entries_first: bool
+
+
+@triton.jit
+def _part_size(length, parts, BN: tl.constexpr):
+    """Return how many entries a part has: whole tiles."""
+    return tl.cdiv(tl.cdiv(length, BN), parts) * BN
+
+
+@triton.jit
+def _load_tile(x, at, d, there, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Load rows `at` of x, those that are there; with zeros after their SIZE channels."""
+    if SIZE == WIDTH:
+        return tl.load(x + at[:, None] + d[None, :], mask=there[:, None], other=0.0)
+    return tl.load(x + at[:, None] + d[None, :], mask=there[:, None] & (d < SIZE)[None, :], other=0.0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("t", "capacity", "parts", "q_row", "q_token", "q_head", "r_row", "r_token", "r_head", "c_row", "c_token")
+    ]
+)
+def read_latent_parts(
+    q, r, cache, lengths, sums, peaks, totals, scale, t, capacity, parts,
+    q_row, q_token, q_head, r_row, r_token, r_head, c_row, c_token,
+    HEADS: tl.constexpr, RANK: tl.constexpr, SHARED: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr,
+    BR: tl.constexpr, BS: tl.constexpr, ENTRIES_FIRST: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Read one part of one row for one tile of queries: sums `row part t*HEADS RANK`, peaks and totals without RANK.
+
+    Strides are in units of UNIT elements. A row's length counts its t new tokens; entries after it are not read.
+    """
+    tiles = tl.cdiv(t * HEADS, BQ)
+    tile = tl.program_id(0) % tiles  # the tiles of one part run together, so that the cache serves them from L2
+    part = tl.program_id(0) // tiles % parts
+    row = (tl.program_id(0) // tiles // parts).to(tl.int64)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    length = tl.minimum(tl.load(lengths + row), capacity).to(tl.int32)
+    size = _part_size(length, parts, BN)
+    begin = part * size
+    end = tl.minimum(begin + size, length)
+    if begin >= end:
+        return
+    m = tile * BQ + tl.arange(0, BQ)
+    d = tl.arange(0, BR)
+    there = m < t * HEADS
+    token = m // HEADS
+    last = length - t + token  # the last entry that a query sees
+    at = (row * q_row + token * tl.cast(q_token, tl.int64) + m % HEADS * tl.cast(q_head, tl.int64)) * UNIT
+    queries = _load_tile(q, at, d, there, RANK, BR)
+    if SHARED:
+        e = tl.arange(0, BS)
+        at = (row * r_row + token * tl.cast(r_token, tl.int64) + m % HEADS * tl.cast(r_head, tl.int64)) * UNIT
+        shared = _load_tile(r, at, e, there, SHARED, BS)
+    cache += row * c_row * UNIT
+    peak = tl.full([BQ], float("-inf"), tl.float32)
+    total = tl.zeros([BQ], tl.float32)
+    if ENTRIES_FIRST:
+        acc = tl.zeros([BR, BQ], tl.float32)
+    else:
+        acc = tl.zeros([BQ, BR], tl.float32)
+    for first in tl.range(begin, end, BN):
+        j = first + tl.arange(0, BN)
+        entry = j.to(tl.int64) * (tl.cast(c_token, tl.int64) * UNIT)
+        latent = _load_tile(cache, entry, d, j < end, RANK, BR)
+        if ENTRIES_FIRST:
+            scores = tl.dot(latent, tl.trans(queries), input_precision=PRECISION)
+            if SHARED:
+                own = _load_tile(cache + RANK, entry, e, j < end, SHARED, BS)
+                scores = tl.dot(own, tl.trans(shared), scores, input_precision=PRECISION)
+            scores *= scale * _LOG2_E
+            scores = tl.where((j[:, None] <= last[None, :]) & (j < end)[:, None], scores, float("-inf"))
+            higher = tl.maximum(peak, tl.max(scores, 0))
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # a query that sees none of these entries
+            weights = tl.exp2(scores - base[None, :])
+            shrink = tl.exp2(peak - base)
+            total = total * shrink + tl.sum(weights, 0)
+            acc *= shrink[None, :]
+            acc = tl.dot(tl.trans(latent), weights.to(latent.dtype), acc, input_precision=PRECISION)
+        else:
+            scores = tl.dot(queries, tl.trans(latent), input_precision=PRECISION)
+            if SHARED:
+                own = _load_tile(cache + RANK, entry, e, j < end, SHARED, BS)
+                scores = tl.dot(shared, tl.trans(own), scores, input_precision=PRECISION)
+            scores *= scale * _LOG2_E
+            scores = tl.where((j[None, :] <= last[:, None]) & (j < end)[None, :], scores, float("-inf"))
+            higher = tl.maximum(peak, tl.max(scores, 1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - base[:, None])
+            shrink = tl.exp2(peak - base)
+            total = total * shrink + tl.sum(weights, 1)
+            acc *= shrink[:, None]
+            acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision=PRECISION)
+        peak = higher
+    at = (row * parts + part) * (t * HEADS) + m
+    tl.store(peaks + at, peak, mask=there)
+    tl.store(totals + at, total, mask=there)
+    to = sums + at * RANK
+    if ENTRIES_FIRST:
+        tl.store(to[None, :] + d[:, None], acc, mask=there[None, :] & (d < RANK)[:, None])
+    else:
+        tl.store(to[:, None] + d[None, :], acc, mask=there[:, None] & (d < RANK)[None, :])
+
+
+@triton.jit(do_not_specialize=["queries", "capacity"])
+def join_latent_parts(
+    sums, peaks, totals, lengths, output, queries, capacity,
+    RANK: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of BD channels of one query into output `row t*HEADS RANK`."""
+    blocks = tl.cdiv(RANK, BD)
+    block = tl.program_id(0) % blocks
+    query = tl.program_id(0) // blocks % queries
+    row = (tl.program_id(0) // blocks // queries).to(tl.int64)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    length = tl.minimum(tl.load(lengths + row), capacity).to(tl.int32)
+    part = tl.arange(0, PARTS)
+    read = part * _part_size(length, PARTS, BN) < length
+    d = block * BD + tl.arange(0, BD)
+    at = (row * PARTS + part) * queries + query
+    peak = tl.load(peaks + at, mask=read, other=float("-inf"))
+    total = tl.load(totals + at, mask=read, other=0.0)
+    highest = tl.max(peak, 0)
+    weight = tl.exp2(peak - tl.where(highest == float("-inf"), 0.0, highest))
+    own = tl.load(sums + at[:, None] * RANK + d[None, :], mask=read[:, None] & (d < RANK)[None, :], other=0.0)
+    y = tl.sum(own * weight[:, None], 0) / tl.sum(total * weight, 0)
+    tl.store(output + (row * queries + query) * RANK + d, y, mask=d < RANK)
+
+
+def tiles_of(device: torch.device, dtype: torch.dtype, queries: int, width: int) -> Tiles:
+    """Return the tiles for this many queries of a row, and entries of this many channels, padded ones included."""
+    if dtype == torch.float32:
+        return Tiles(16, 32 if width <= 256 else 16, 4, 2, False)
+    tile = min(32, max(16, next_power(queries)))
+    for entries, stages in ((32, 3), (32, 2), (16, 2)):
+        needed = 2 * (stages * entries * width + tile * entries)
+        if needed + 8192 <= shared_memory(device):
+            return Tiles(tile, entries, 4, stages, False)
+    return Tiles(16, 16, 4, 1, False)
+
+
+def parts_of(device: torch.device, rows: int, tiles: int) -> int:
+    """Return how many parts rows with this many tiles of queries are cut into: enough programs for the device."""
+    wanted = next_power(ceil_div(multiprocessors(device) * 2, rows * tiles) + 1) // 2
+    return min(MOST_PARTS, max(FEWEST_PARTS, wanted))
+
+
+def serves_latent(q: Tensor, r: Tensor, cache: Tensor) -> bool:
+    """Whether latent_attention supports these tensors."""
+    return (
+        q.dtype in KERNEL_DTYPES and q.dtype == r.dtype == cache.dtype and q.shape[3] <= WIDEST_RANK
+        and r.shape[3] <= WIDEST_SHARED and 0 < q.shape[1] <= MOST_TOKENS and cache.shape[0] > 0
+    )  # fmt: skip
+
+
+def latent_attention(
+    q: Tensor, r: Tensor, cache: Tensor, lengths: Tensor, scale: float, tiles: Tiles | None = None,
+    parts: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the attention `rows t heads rank` of q and r, the last t tokens of each row, without gradients.
+
+    Args:
+        q: Queries for the latent vectors, `rows t heads rank`.
+        r: Queries for the shared channels, `rows t heads shared`.
+        cache: Cached entries `rows n 1 rank+shared`.
+        lengths: The number of entries of each row, including those of q, int64 `rows`.
+        scale: Multiplies the scores.
+        tiles: The tiles; None: those for this device.
+        parts: The most parts of a row, a power of two; None: as many as suit this device.
+    """
+    rows, t, heads, rank = q.shape
+    shared, queries = r.shape[3], t * heads
+    q, r, cache = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, r, cache))
+    strides = *strides_of(q, 3), *strides_of(r, 3), *strides_of(cache, 2)
+    unit = 8 if all(s % 8 == 0 for s in (rank, shared, *strides)) else 1
+    wide, narrow = max(16, next_power(rank)), max(16, next_power(shared)) if shared else 16
+    tiles = tiles_of(q.device, q.dtype, queries, wide + narrow) if tiles is None else tiles
+    programs = ceil_div(queries, tiles.queries)
+    parts = parts_of(q.device, rows, programs) if parts is None else parts
+    sums = torch.empty(rows, parts, queries, rank, dtype=torch.float32, device=q.device)
+    peaks, totals = torch.empty(2, rows, parts, queries, dtype=torch.float32, device=q.device)
+    output = torch.empty(rows, t, heads, rank, dtype=q.dtype, device=q.device)
+    joined = min(max(JOINED // parts, 128), wide)
+    launch = overlap_options(q.device)
+    with torch.cuda.device_of(q):
+        start(read_latent_parts, (rows * parts * programs,))(
+            q, r, cache, lengths, sums, peaks, totals, scale, t, cache.shape[1], parts,
+            *(s // unit for s in strides),
+            HEADS=heads, RANK=rank, SHARED=shared, BQ=tiles.queries, BN=tiles.entries, BR=wide, BS=narrow,
+            ENTRIES_FIRST=tiles.entries_first, PRECISION="ieee" if q.dtype == torch.float32 else None, UNIT=unit,
+            num_warps=tiles.warps, num_stages=tiles.stages, **launch,
+        )  # fmt: skip
+        start(join_latent_parts, (rows * queries * ceil_div(rank, joined),))(
+            sums, peaks, totals, lengths, output, queries, cache.shape[1],
+            RANK=rank, BN=tiles.entries, BD=joined, PARTS=parts, num_warps=4, **launch,
+        )  # fmt: skip
+    return output
