@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lineate import checks
 from lineate.layers.gpu import coded, kernels_for, uncoded
-from lineate.layers.projection import project
+from lineate.layers.projection import is_bare, project
 from lineate.native import layers as native
 from lineate.native.low_precision_matmul import has_separate_rows, linear, matmul
 from lineate.parallel.tensor.shards import Cut, Part
@@ -153,12 +153,57 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
+        y = self._run_in_place(tokens) if tokens.is_cuda else None
+        return (self.run_in_torch(tokens) if y is None else y).view_as(x)
+
+    def run_in_torch(self, tokens: Tensor) -> Tensor:
+        """Return the layer's output for tokens `n hidden`, with gradients if they are wanted."""
         weights, chosen = self.route(tokens)
-        y = self._mix(tokens, weights.to(x.dtype), chosen)
+        y = self._mix(tokens, weights.to(tokens.dtype), chosen)
         if self.shared is not None:
             shared = self.shared(tokens)
             y = y + (shared if self.shared_gate is None else self._opened(tokens) * shared)
-        return y.view_as(x)
+        return y
+
+    def _run_in_place(self, tokens: Tensor) -> Tensor | None:
+        """Return the layer's output by kernels that read the weights in place; None if they do not take this call."""
+        if type(self) is not MixtureOfExperts or kernels_for(tokens) is None or not is_eager(tokens):
+            return None
+        if torch.is_autocast_enabled("cuda") or (torch.is_grad_enabled() and needs_grad(tokens, *self.parameters())):
+            return None
+        if not all(x is None or (type(x) is nn.Linear and is_bare(x)) for x in (self.router, self.shared_gate)):
+            return None
+        from lineate.kernels.layers import mixture  # triton, at its first use
+
+        gate_up, down = (
+            uncoded(x) if (kept := coded(x)) is None else kept for x in (self.experts_gate_up, self.experts_down)
+        )
+        own = None if isinstance(gate_up, tuple) else self._shared_weights(tokens)
+        made = mixture.Experts(gate_up, down, self.kind, own)
+        routing = mixture.Routing(
+            self.active, self.scores == "sigmoid", self.renormalize, self.scale, self.groups, self.active_groups
+        )
+        gate = None if self.shared_gate is None else self.shared_gate.weight
+        router = mixture.Router(self.router.weight, self.router_bias, gate, routing)
+        if not mixture.serves(tokens, router, made):
+            return None
+        return mixture.mix(tokens, router, made, None if self.shared is None or own else self.shared(tokens))
+
+    def _shared_weights(self, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the weights of a shared expert that has the size of the others, if calling it only multiplies."""
+        if type(self.shared) is SwiGLU:
+            enter = self.shared.gate_up_proj
+        elif type(self.shared) is SquaredReLU:
+            enter = self.shared.up_proj
+        else:
+            return None
+        leave = self.shared.down_proj
+        if not all(is_bare(x) and type(x) in (nn.Linear, SwiGLU, SquaredReLU) for x in (self.shared, enter, leave)):
+            return None
+        found = uncoded(enter.weight), uncoded(leave.weight)
+        wanted = self.experts_gate_up.shape[1:], self.experts_down.shape[1:]
+        same = all(x.shape == y and x.dtype is tokens.dtype for x, y in zip(found, wanted, strict=True))
+        return found if same and enter.bias is None and leave.bias is None else None
 
     def _opened(self, tokens: Tensor) -> Tensor:
         """Return how much of the shared expert each token takes, `n 1`."""

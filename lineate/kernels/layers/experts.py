@@ -127,6 +127,25 @@ def add_pairs(
     tl.store(y + row * N + n, total.to(y.dtype.element_ty), mask=has)
 
 
+@triton.jit
+def activate_pairs(x, y, N: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, OVERLAP: tl.constexpr):
+    """BN channels of a row of y `pairs N`, from x `pairs 2N` (KIND 1) or `pairs N` (2)."""
+    TILES: tl.constexpr = (N + BN - 1) // BN
+    row = (tl.program_id(0) // TILES).to(tl.int64)
+    n = tl.program_id(0) % TILES * BN + tl.arange(0, BN)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    if KIND == 1:
+        gate = tl.load(x + row * (2 * N) + n, mask=n < N, other=0.0).to(tl.float32)
+        up = tl.load(x + row * (2 * N) + N + n, mask=n < N, other=0.0).to(tl.float32)
+        found = gate * _sigmoid(gate) * up
+    else:
+        found = tl.maximum(tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32), 0.0)
+        found *= found
+    tl.store(y + row * N + n, found.to(y.dtype.element_ty), mask=n < N)
+
+
 class Weights(NamedTuple):
     """The weights of experts, dense, in the dtype of the tokens.
 
@@ -142,7 +161,7 @@ class Weights(NamedTuple):
 
 
 def multiply(
-    x: Tensor, weights: Weights, groups: Groups, pairs: int, every: int, tile: dict[str, int], dtype: torch.dtype
+    x: Tensor, weights: Weights, groups: Groups, counts: tuple[int, int], tile: dict[str, int], dtype: torch.dtype
 ) -> Tensor:
     """Return the products of pairs, `pairs n`; pair p has row p / every of x `tokens k`.
 
@@ -150,11 +169,12 @@ def multiply(
         x: Dense.
         weights: Of the experts.
         groups: The pairs by expert.
-        pairs: How many there are.
-        every: Pairs of a row of x.
+        counts: How many pairs there are, and how many of them a row of x has.
         tile: The configuration of the kernel; BM is groups.size, or at least 16.
         dtype: Of the result.
     """
+    pairs, every = counts
+    assert groups.members is None or tile["BM"] == groups.size
     count, n, k = weights.experts.shape
     n = n // 2 if weights.kind == "swiglu" else n
     y = torch.empty(pairs, n, dtype=dtype, device=x.device)
@@ -167,23 +187,32 @@ def multiply(
 
 
 def add(
-    parts: Tensor, weights: Tensor, dtype: torch.dtype, *, places: Tensor | None = None, shared: Tensor | None = None
-) -> Tensor:
-    """Return the weighted sum of parts, `rows n`.
+    parts: Tensor, weights: Tensor, y: Tensor, *, places: Tensor | None = None, shared: Tensor | None = None
+) -> None:
+    """Write the weighted sum of parts into y `rows n`.
 
     Args:
         parts: `rows pairs n`, dense; or with places any number of rows `n`.
         weights: `rows pairs`, float32; with shared one more column.
-        dtype: Of the result.
+        y: Dense.
         places: The rows of parts, `rows pairs` int32; None: in order.
-        shared: `rows n`, the last summand.
+        shared: `rows n`, dense: the last summand.
     """
     rows, width = weights.shape
     n = parts.shape[-1]
-    y = torch.empty(rows, n, dtype=dtype, device=parts.device)
     block = min(next_power(n), 256 if rows <= 64 else 1024)
     start(add_pairs, (rows * ceil_div(n, block),))(
         parts, weights, places, shared, y, rows, WIDTH=width, PAIRS=width - (shared is not None), N=n, BN=block,
         num_warps=max(1, min(4, block // 256)), **overlap_options(parts.device),
     )  # fmt: skip
+
+
+def activate(x: Tensor, kind: str) -> Tensor:
+    """Return silu(first half) second half, or with kind "relu2" relu(x)^2, of each row of x, dense."""
+    rows, n = x.shape[0], x.shape[1] // (2 if kind == "swiglu" else 1)
+    y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    block = min(1024, next_power(n))
+    start(activate_pairs, (rows * ceil_div(n, block),))(
+        x, y, N=n, KIND=GATED[kind], BN=block, num_warps=max(1, min(4, block // 256)), **overlap_options(x.device)
+    )
     return y

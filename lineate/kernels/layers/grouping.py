@@ -177,7 +177,7 @@ def group(chosen: Tensor, experts: int, size: int) -> Groups:
 
 
 def sort(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the pairs of chosen `rows width`, int32, sorted by expert; where each pair lies; where each expert ends."""
+    """Return the pairs of chosen `rows width`, int32, sorted by expert, each pair's place, and where experts end."""
     order, back = (torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device) for _ in range(2))
     ends = _group_many(chosen, experts, 1, order[:0], order, back)
     return order, back, ends
@@ -195,9 +195,7 @@ def _group_many(
     start(count_pairs, (chunks,))(
         chosen, counts, blocks, members, pairs, count, BM=size, BE=width, CHUNK=CHUNK, num_warps=4
     )
-    start(begin_pairs, (1,))(
-        counts, starts, blocks, chunks, EXPERTS=experts, BM=size, BE=width, BC=32, num_warps=16
-    )
+    start(begin_pairs, (1,))(counts, starts, blocks, chunks, EXPERTS=experts, BM=size, BE=width, BC=32, num_warps=16)
     start(place_pairs, (chunks,))(
         chosen, counts, starts, members, places, pairs, BM=size, BE=width, CHUNK=CHUNK, BJ=64, num_warps=8
     )

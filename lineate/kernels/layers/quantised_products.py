@@ -14,6 +14,7 @@ from torch import Tensor
 from lineate.kernels.coded import CodedKernel
 from lineate.kernels.launching import ceil_div, is_hopper, multiprocessors, next_power, overlap_options, start
 from lineate.kernels.layers import quantised as kernels
+from lineate.kernels.layers.grouping import Groups
 from lineate.kernels.layers.ops import KERNEL_DTYPES, SIZES
 from lineate.kernels.layers.products import WIDEST, Convolution, Norm
 
@@ -118,7 +119,9 @@ def multiply(
     return _launch(x, weight, (bias, norm, convolution, residual), gated=gated, parts=parts)
 
 
-def multiply_experts(x: Tensor, weight: Codes, experts: Tensor, *, every: int, gated: bool) -> Tensor:
+def multiply_experts(
+    x: Tensor, weight: Codes, experts: Tensor, *, every: int, gated: bool, groups: Groups | None = None
+) -> Tensor:
     """Return row i / every of x times weight experts[i], `pairs n`.
 
     Args:
@@ -127,8 +130,11 @@ def multiply_experts(x: Tensor, weight: Codes, experts: Tensor, *, every: int, g
         experts: `pairs`.
         every: Pairs of a row of x.
         gated: Whether the result is silu(first half) * second half, where takes_gate(weight).
+        groups: The pairs in blocks of 8, 16, 32 or 64 of an expert, whose weights are then read once for a block, where
+            uses_tensor_cores(x); None: each pair reads them. The results have the same bits.
     """
-    return _launch(x, weight, (None, None, None, None), gated=gated, experts=experts.contiguous(), every=every)
+    experts = experts.contiguous()
+    return _launch(x, weight, (None, None, None, None), gated=gated, experts=experts, every=every, groups=groups)
 
 
 def _launch(
@@ -140,6 +146,7 @@ def _launch(
     parts: int = 1,
     experts: Tensor | None = None,
     every: int = 1,
+    groups: Groups | None = None,
 ) -> Tensor:
     bias, norm, convolution, residual = around
     n, k, bits = weight.rows // 2 if gated else weight.rows, weight.columns, weight.bits
@@ -155,7 +162,8 @@ def _launch(
         "EVERY": every, "CHANNELS": 0 if taps is None else taps.shape[0], "SIZE": 1 if taps is None else taps.shape[1],
         **overlap_options(x.device),
     }  # fmt: skip
-    tensors = words, weight.scales, x, scale, experts, bias, residual, taps, past, y
+    blocks = experts if groups is None else groups.blocks
+    tensors = words, weight.scales, x, scale, blocks, bias, residual, taps, past, y
     with torch.cuda.device_of(x):
         if uses_tensor_cores(x):
             from lineate.kernels.hopper.quantised_rows import multiply_quantised_rows
@@ -164,11 +172,17 @@ def _launch(
             # The number of experts' rows must not choose the shape: a row's sums would be added in another order.
             alone = experts is None and ceil_div(n, 16 if gated else 32) <= multiprocessors(x.device)
             shape = _shape(1 if experts is not None else rows, weight, alone)
+            if groups is not None:
+                shape = _shape_of_blocks(shape, weight, groups.size)
             warps = shape["WK"] * shape["WM"]
-            grid = ceil_div(n, (16 if gated else 32) * shape["WM"]) * parts, 1 if experts is None else rows
-            start(multiply_quantised_rows, grid)(
-                *tensors, 1 if experts is not None else rows, eps, **shape, SPLIT=parts, **constants, num_warps=warps
+            grid = (
+                ceil_div(n, (16 if gated else 32) * shape["WM"]) * parts,
+                1 if blocks is None else blocks.shape[0],
             )
+            start(multiply_quantised_rows, grid)(
+                *tensors, None if groups is None else groups.members, 1 if experts is not None else rows, eps, **shape,
+                SPLIT=parts, **constants, num_warps=warps,
+            )  # fmt: skip
         else:
             block = min(512, next_power(k // 32 * bits))
             start(kernels.multiply_quantised, (ceil_div(n, 16), rows))(
@@ -207,6 +221,14 @@ def _shape(rows: int, weight: Codes, alone: bool) -> dict[str, int]:
     kept = 2 * 32 * groups * next_power(ceil_div(k // 32, groups)) if rows == 1 else 0
     stages = max(2, min(most, ((2 * SHARED if alone else SHARED) - kept) // stage, 1 + ceil_div(k // 32, groups)))
     return {"R": width, "ONE": rows == 1, "C": chunk, "WK": warps, "WM": pairs, "STAGES": stages}
+
+
+def _shape_of_blocks(shape: dict[str, int], weight: Codes, size: int) -> dict[str, int]:
+    """Return the configuration for blocks of `size` rows, with the sums of the configuration `shape` for one row."""
+    groups = shape["C"] * shape["WK"]
+    stage = groups * (2 * shape["WM"] * (64 * weight.bits + 16 * weight.scales.itemsize) + 64 * size)
+    stages = max(2, min(shape["STAGES"], SHARED // stage))
+    return shape | {"R": size, "ONE": False, "STAGES": stages}
 
 
 # ---- decoded weights

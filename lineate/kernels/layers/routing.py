@@ -7,7 +7,7 @@
 
 Experts are chosen by l (sigmoid: by s + bias) in float32, in descending order; of equal scores the expert of the lowest
 index comes first, and NaN counts as the largest number. torch.topk chooses the same experts where scores differ, and
-any of equal ones. The shared expert is the last column of weights and experts, with the number `experts`.
+any of equal ones. A shared expert is the last column of weights and experts, with the number `experts`.
 
 A row's sums do not depend on the other rows: up to FEW rows have one configuration, more rows another.
 """
@@ -94,12 +94,14 @@ def _ordered(x):
 def choose_experts(
     logits, bias, weights, chosen, rows, scale,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, ACTIVE: tl.constexpr, WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr, ACTIVE_GROUPS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BA: tl.constexpr,
+    NAMED: tl.constexpr, GROUPS: tl.constexpr, ACTIVE_GROUPS: tl.constexpr,
+    BG: tl.constexpr, BS: tl.constexpr, BA: tl.constexpr,
     SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, ROUND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Choose ACTIVE experts of one row: weights and chosen `rows WIDTH` from logits `PARTS rows COLUMNS`.
+    """Choose ACTIVE experts of a row: weights `rows WIDTH`, chosen `rows NAMED` from logits `PARTS rows COLUMNS`.
 
-    Experts are `BG groups, BS places`. WIDTH > ACTIVE: there is a shared expert. logits are rounded to the dtype ROUND.
+    Experts are `BG groups, BS places`. WIDTH, NAMED > ACTIVE: there is a shared expert, or it is named, too. logits are
+    rounded to the dtype ROUND.
     """
     REMOVED: tl.constexpr = -(2**31)
     SIZE: tl.constexpr = EXPERTS // GROUPS
@@ -164,7 +166,7 @@ def choose_experts(
             opening = 1.0 / (1.0 + tl.exp(-opening))
         kept = tl.where(a == ACTIVE, opening, kept)
     tl.store(weights + row * WIDTH + a, kept, mask=a < WIDTH)
-    tl.store(chosen + row * WIDTH + a, names, mask=a < WIDTH)
+    tl.store(chosen + row * NAMED + a, names, mask=a < NAMED)
 
 
 _NAMES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -217,28 +219,37 @@ def tile_of_scores(rows: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def choose(
-    logits: Tensor, bias: Tensor | None, routing: Routing, *, experts: int, shared: bool, rounded: torch.dtype
+    logits: Tensor,
+    bias: Tensor | None,
+    routing: Routing,
+    *,
+    experts: int,
+    rounded: torch.dtype,
+    shared: bool = False,
+    named: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return weights, float32, and experts, int32, of each row, `rows active`, and in a last column the shared expert.
+    """Return weights, float32, and experts, int32, of each row, `rows active`.
 
     Args:
         logits: `parts rows columns`, as `score` returns them.
         bias: `experts` (sigmoid), or None.
         routing: How to choose.
         experts: How many experts there are.
-        shared: Whether there is a shared expert.
         rounded: The dtype that logits are rounded to before they are compared.
+        shared: Whether weights have a last column for a shared expert.
+        named: Whether the experts have it too; its number is `experts`.
     """
     parts, rows, columns = logits.shape
     width = routing.active + shared
     weights = torch.empty(rows, width, dtype=torch.float32, device=logits.device)
-    chosen = torch.empty(rows, width, dtype=torch.int32, device=logits.device)
+    chosen = torch.empty(rows, routing.active + named, dtype=torch.int32, device=logits.device)
     across, along = next_power(routing.groups), next_power(experts // routing.groups)
     start(choose_experts, (rows,))(
         logits, bias, weights, chosen, rows, routing.scale,
-        PARTS=parts, EXPERTS=experts, COLUMNS=columns, ACTIVE=routing.active, WIDTH=width, GROUPS=routing.groups,
-        ACTIVE_GROUPS=routing.active_groups, BG=across, BS=along, BA=next_power(width), SIGMOID=routing.sigmoid,
-        RENORMALIZE=routing.renormalize, ROUND=_NAMES[rounded],
+        PARTS=parts, EXPERTS=experts, COLUMNS=columns, ACTIVE=routing.active, WIDTH=width,
+        NAMED=chosen.shape[1], GROUPS=routing.groups, ACTIVE_GROUPS=routing.active_groups,
+        BG=across, BS=along, BA=next_power(width),
+        SIGMOID=routing.sigmoid, RENORMALIZE=routing.renormalize, ROUND=_NAMES[rounded],
         num_warps=max(1, min(4, across * along // 512)), **overlap_options(logits.device),
     )  # fmt: skip
     return weights, chosen
