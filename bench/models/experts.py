@@ -266,7 +266,7 @@ def configurations(rows: int, first: bool) -> Iterator[dict[str, Any]]:
     if rows <= MOST_IN_GRAPH:
         sizes = itertools.product((16,), (16, 32, 64) if first else (32, 64, 128), (64, 128, 256), (4,), (3, 4, 6))
     elif rows <= 1024:
-        sizes = itertools.product((16, 32, 64), (32, 64, 128) if first else (64, 128), (64, 128), (4, 8), (3, 4))
+        sizes = itertools.product((16, 32), (32, 64) if first else (64, 128), (64, 128), (4,), (3, 4))
     else:
         sizes = itertools.product((64, 128), (64, 128) if first else (128, 256), (64,), (4, 8), (3, 4))
     for bm, bn, bk, warps, stages in sizes:
