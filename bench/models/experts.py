@@ -162,12 +162,15 @@ def routed(layer: MixtureOfExperts, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def measure(shape: str, form: str, rows: int, rounds: int) -> dict[str, Any]:
+def measure(shape: str, form: str, rows: int, rounds: int, old: bool = True) -> dict[str, Any]:
     layer = LAYERS(shape, form)
     given = tokens_of(layer, rows)
     graph = rows <= MOST_IN_GRAPH
     found = {"shape": shape, "form": form, "rows": rows}
     for name, run in (("old", layer.run_in_torch), ("new", layer)):
+        if name == "old" and not old:
+            found[name] = None
+            continue
         calls = [partial(run, x) for x in given]
         try:
             calls[0]()
@@ -178,8 +181,7 @@ def measure(shape: str, form: str, rows: int, rounds: int) -> dict[str, Any]:
     found["bytes"], found["bound"] = bound(layer, given)
     if rows <= 256:
         wanted = reference(layer, given[0], *routed(layer, given[0]))
-        for name, made in (("error", layer(given[0])), ("old error", layer.run_in_torch(given[0]))):
-            found[name] = float((made.float() - wanted).norm() / wanted.norm())
+        found["error"] = float((layer(given[0]).float() - wanted).norm() / wanted.norm())
     return found
 
 
@@ -199,10 +201,11 @@ class Stages:
     """The launches of a call in bfloat16, each by itself."""
 
     def __init__(self, layer: MixtureOfExperts, x: Tensor) -> None:
-        from lineate.kernels.layers import experts, grouping, mixture, routing
+        from lineate.kernels.layers import expert_tiles, experts, grouping, mixture, routing
 
         assert layer.shared is not None and layer.kind == "swiglu"
-        own = layer.shared.gate_up_proj.weight, layer.shared.down_proj.weight  # type: ignore[union-attr]
+        inside = len(x) <= mixture.INSIDE
+        own = (layer.shared.gate_up_proj.weight, layer.shared.down_proj.weight) if inside else None  # type: ignore
         made = mixture.Experts(layer.experts_gate_up, layer.experts_down, layer.kind, own)  # type: ignore[arg-type]
         how = routing.Routing(layer.active, layer.scores == "sigmoid", layer.renormalize, layer.scale)
         gate = None if layer.shared_gate is None else layer.shared_gate.weight
@@ -210,18 +213,19 @@ class Stages:
         logits = self.score()
         self.choose = partial(
             routing.choose, logits, layer.router_bias, how, experts=layer.count, rounded=torch.float32, shared=True,
-            named=True,
+            named=inside,
         )  # fmt: skip
         weights, chosen = self.choose()
         self.rows, self.pairs, self.chosen, self.made = len(x), chosen.numel(), chosen, made
         self.x, self.count, self.dtype = x, layer.count + 1, torch.float32 if len(x) <= 64 else x.dtype
         self.hidden = torch.randn(self.pairs, layer.experts_down.shape[2], device=x.device).to(x.dtype)
         parts = torch.randn(len(x), chosen.shape[1], x.shape[1], device=x.device).to(self.dtype)
-        self.add = partial(experts.add, parts, weights, torch.empty_like(x))
+        outside = None if inside else torch.randn_like(x)
+        self.add = partial(experts.add, parts, weights, torch.empty_like(x), shared=outside)
         self.group = partial(grouping.group, chosen, self.count)
         self.sort = partial(grouping.sort, chosen, self.count)
-        self.grouped = partial(mixture.grouped_products, x, chosen[:, :-1].contiguous(), made)
-        self.experts, self.grouping, self.mixture = experts, grouping, mixture
+        self.grouped = partial(mixture.grouped_products, x, chosen[:, : layer.active].contiguous(), made)
+        self.experts, self.expert_tiles, self.grouping, self.mixture = experts, expert_tiles, grouping, mixture
 
     def groups(self, size: int) -> Any:
         if self.rows <= self.mixture.ALONE:
@@ -231,10 +235,18 @@ class Stages:
     def product(self, first: bool, tile: dict[str, Any]) -> Call:
         """Return a call of one of the products in a configuration."""
         groups, multiply = self.groups(tile["BM"]), self.experts.multiply
+        if "SWAP" not in tile:
+            x, weight = (self.x, self.made.gate_up) if first else (self.hidden, self.made.down)
+            y = x.new_empty(self.pairs, weight.shape[1] // (1 + first))
+            every = self.chosen.shape[1] if first else 1
+            return partial(
+                self.expert_tiles.multiply, x, weight, groups, y, every=every, kind=int(first), tile=tile
+            )  # fmt: skip
+        enter, leave = self.made.shared or (None, None)
         if first:
-            weights = self.experts.Weights(self.made.gate_up, self.made.shared[0], "swiglu")
+            weights = self.experts.Weights(self.made.gate_up, enter, "swiglu")
             return partial(multiply, self.x, weights, groups, (self.pairs, self.chosen.shape[1]), tile, self.x.dtype)
-        weights = self.experts.Weights(self.made.down, self.made.shared[1], None)
+        weights = self.experts.Weights(self.made.down, leave, None)
         return partial(multiply, self.hidden, weights, groups, (self.pairs, 1), tile, self.dtype)
 
 
@@ -243,7 +255,7 @@ def measure_parts(shape: str, rows: int, rounds: int) -> dict[str, Any]:
     """Return the microseconds of each launch, in graphs."""
     layer = LAYERS(shape, "bfloat16")
     stages = [Stages(layer, x) for x in tokens_of(layer, rows)]
-    tiles = stages[0].mixture.tiles_of(rows, stages[0].made)
+    tiles = stages[0].mixture.tiles_of(stages[0].x, stages[0].made)
     calls: dict[str, list[Call]] = {
         "score": [x.score for x in stages], "choose": [x.choose for x in stages], "add": [x.add for x in stages],
         "enter": [x.product(True, tiles.enter) for x in stages],
@@ -261,24 +273,23 @@ def measure_parts(shape: str, rows: int, rounds: int) -> dict[str, Any]:
 
 def configurations(rows: int, first: bool) -> Iterator[dict[str, Any]]:
     """Yield configurations of a product that may be the best for a number of rows."""
-    from lineate.kernels.layers.mixture import tile
+    from lineate.kernels.layers.mixture import described, tile
 
     if rows <= MOST_IN_GRAPH:
-        sizes = itertools.product((16,), (16, 32, 64) if first else (32, 64, 128), (64, 128, 256), (4,), (3, 4, 6))
+        for bn, bk, stages in itertools.product((32, 64) if first else (64, 128), (64, 128), (3, 4, 6)):
+            yield tile(16, bn, bk, 4, stages, swap=True)
     elif rows <= 1024:
-        sizes = itertools.product((16, 32), (32, 64) if first else (64, 128), (64, 128), (4,), (3, 4))
+        for bm, bn, bk, stages in itertools.product((16, 32), (32, 64) if first else (64, 128), (64, 128), (3, 4)):
+            for swap in (False, True):
+                yield tile(bm, bn, bk, 4, stages, swap=swap)
     else:
-        sizes = itertools.product((64, 128), (64, 128) if first else (128, 256), (64,), (4, 8), (3, 4))
-    for bm, bn, bk, warps, stages in sizes:
-        wide = 2 * bn if first else bn
-        flying = 2 * (stages - 1) * bk * (bm + wide)
-        spread = bm * wide // (32 * warps)  # registers of the sums
-        if not 20_000 < flying < 200_000 or spread > 128 or (bm == 16 and wide < 8 * warps):
-            continue
-        if rows <= 1024 and bm * wide < 64 * 32 * warps / 8:
-            continue
-        for swap in (False, True) if bm <= 32 and wide >= 64 else (False,):
-            yield tile(bm, bn, bk, warps, stages, swap)
+        for bm, bn, warps, stages in itertools.product((64, 128), (64, 128, 256), (4, 8), (3, 4, 5)):
+            wide = 2 * bn if first else bn
+            if bm * wide // (32 * warps) > 128 or 128 * stages * (bm + wide) > 227_000 or wide < 128:
+                continue
+            yield described(bm, bn, 64, warps, stages)
+        yield tile(64, 128, 64, 8, 4)
+        yield tile(128, 128, 64, 8, 3)
 
 
 @torch.no_grad()
@@ -319,6 +330,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--new", action="store_true", help="leave out torch's path")
     parser.add_argument("--parts", action="store_true", help="time each launch alone, in bfloat16")
     parser.add_argument("--tune", action="store_true", help="try configurations of the products, in bfloat16")
     parser.add_argument("--compile", action="store_true", help="with --tune: only compile them")
@@ -337,7 +349,7 @@ def main() -> None:
                     found += tune(shape, rows, 0 if args.compile else args.rounds)
             continue
         for form, rows in itertools.product(args.forms, args.rows):
-            found.append(measure(shape, form, rows, args.rounds))
+            found.append(measure(shape, form, rows, args.rounds, not args.new))
             print(found[-1], flush=True)
     if not (args.tune or args.parts):
         table = [

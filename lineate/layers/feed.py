@@ -178,7 +178,8 @@ class MixtureOfExperts(nn.Module):
         gate_up, down = (
             uncoded(x) if (kept := coded(x)) is None else kept for x in (self.experts_gate_up, self.experts_down)
         )
-        own = None if isinstance(gate_up, tuple) else self._shared_weights(tokens)
+        few = tokens.shape[0] <= mixture.INSIDE and not isinstance(gate_up, tuple)
+        own = self._shared_weights(tokens) if few else None
         made = mixture.Experts(gate_up, down, self.kind, own)
         routing = mixture.Routing(
             self.active, self.scores == "sigmoid", self.renormalize, self.scale, self.groups, self.active_groups

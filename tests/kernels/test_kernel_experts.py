@@ -18,6 +18,7 @@ mixture = importlib.import_module("lineate.kernels.layers.mixture")
 grouping = importlib.import_module("lineate.kernels.layers.grouping")
 routing = importlib.import_module("lineate.kernels.layers.routing")
 experts = importlib.import_module("lineate.kernels.layers.experts")
+expert_tiles = importlib.import_module("lineate.kernels.layers.expert_tiles")
 quantised_products = importlib.import_module("lineate.kernels.layers.quantised_products")
 pytestmark = pytest.mark.usefixtures("guarded_memory")
 BOUND = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -229,6 +230,26 @@ def test_tiles_that_do_not_divide_the_sizes(path, swap, alone):
         gate, up = (first.double() @ x[t].double()).chunk(2)
         expected.append(second.double() @ (F.silu(gate) * up))
     assert_near(found, torch.stack(expected), path.dtype)
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
+def test_described_tiles(path, kind):
+    layer = layer_of(path, 128, 64, kind=kind)
+    _, made = parts_of(layer)
+    rows = 40
+    x = draw(path, rows, 128)
+    weights, chosen = chosen_by(layer, x)
+    tile = mixture.described(16 if path.device == "cpu" else 64, 32, 64, 4, 3)
+    if path.device != "cpu" and not expert_tiles.serves(x, made.gate_up, tile, kind == "swiglu"):
+        pytest.skip("only on Hopper")
+    groups = grouping.group(chosen, COUNT, tile["BM"])
+    hidden, parts, y = x.new_empty(rows * ACTIVE, 64), x.new_empty(rows * ACTIVE, 128), torch.empty_like(x)
+    number = experts.GATED[kind]
+    expert_tiles.multiply(x, made.gate_up, groups, hidden, every=ACTIVE, kind=number, tile=tile)
+    expert_tiles.multiply(hidden, made.down, groups, parts, every=1, kind=0, tile=tile)
+    experts.add(parts, weights, y)
+    assert_near(y, plain(layer, x, weights, chosen), path.dtype)
 
 
 @pytest.mark.parametrize("path", ONE_EACH)

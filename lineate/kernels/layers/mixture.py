@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.kernels.launching import next_power
-from lineate.kernels.layers import experts, quantised_products
+from lineate.kernels.layers import expert_tiles, experts, quantised_products
 from lineate.kernels.layers.experts import Weights
 from lineate.kernels.layers.grouping import Groups, group, sort
 from lineate.kernels.layers.ops import KERNEL_DTYPES
@@ -28,6 +28,8 @@ from lineate.torch_ops.tracing import PLAIN_TENSORS
 
 ALONE = 1
 """Up to this many rows, pairs are not grouped: hardly two of them have the same expert."""
+INSIDE = 512
+"""Up to this many rows a shared expert is one more expert; more rows are multiplied by torch."""
 Tile = dict[str, int]
 
 
@@ -138,7 +140,7 @@ def products(tokens: Tensor, chosen: Tensor, made: Experts, tiles: "Tiles | None
         return _coded_products(tokens, chosen, made.gate_up, made.down, made.kind)
     assert isinstance(made.down, Tensor)
     if tiles is None:
-        tiles = tiles_of(rows, made)
+        tiles = tiles_of(tokens, made)
     count = made.gate_up.shape[0]
     groups = (
         Groups(chosen.view(-1), None, 1)
@@ -147,6 +149,13 @@ def products(tokens: Tensor, chosen: Tensor, made: Experts, tiles: "Tiles | None
     )
     enter, leave = made.shared or (None, None)
     pairs = rows * width
+    if tiles.described:
+        hidden = tokens.new_empty(pairs, made.down.shape[2])
+        parts = tokens.new_empty(pairs, tokens.shape[1])
+        kind = experts.GATED[made.kind]
+        expert_tiles.multiply(tokens, made.gate_up, groups, hidden, every=width, kind=kind, tile=tiles.enter)
+        expert_tiles.multiply(hidden, made.down, groups, parts, every=1, kind=0, tile=tiles.leave)
+        return parts.view(rows, width, -1)
     hidden = experts.multiply(
         tokens, Weights(made.gate_up, enter, made.kind), groups, (pairs, width), tiles.enter, tokens.dtype
     )  # fmt: skip
@@ -177,10 +186,20 @@ class Tiles(NamedTuple):
     Args:
         enter: Of the product with gate_up.
         leave: Of the product with down.
+        described: Whether they are those of expert_tiles.py, otherwise of experts.py.
     """
 
     enter: Tile
     leave: Tile
+    described: bool = False
+
+
+def _are_described(tokens: Tensor, made: Experts, tiles: "Tiles") -> bool:
+    """Whether the kernels of expert_tiles.py serve both products."""
+    gated = made.kind == "swiglu"
+    assert isinstance(made.gate_up, Tensor) and isinstance(made.down, Tensor)
+    entered = expert_tiles.serves(tokens, made.gate_up, tiles.enter, gated)
+    return entered and expert_tiles.serves(tokens, made.down, tiles.leave, False)
 
 
 def tile(BM: int, BN: int, BK: int, warps: int, stages: int, swap: bool = False) -> Tile:
@@ -188,19 +207,29 @@ def tile(BM: int, BN: int, BK: int, warps: int, stages: int, swap: bool = False)
     return {"BM": BM, "BN": BN, "BK": BK, "SWAP": swap, "num_warps": warps, "num_stages": stages}
 
 
-def tiles_of(rows: int, made: Experts) -> Tiles:
-    """Return the configurations for a number of rows; up to FEW rows they are the same."""
+def tiles_of(tokens: Tensor, made: Experts) -> Tiles:
+    """Return the configurations for tokens `rows k`; up to FEW rows they are the same."""
     assert isinstance(made.gate_up, Tensor) and isinstance(made.down, Tensor)
-    if made.gate_up.dtype is torch.float32:
+    rows = tokens.shape[0]
+    if tokens.dtype is torch.float32:
         size = 16 if rows <= FEW else 32
         return Tiles(tile(size, 16, 32, 4, 3), tile(size, 32, 32, 4, 3))
+    if rows > INSIDE:
+        found = Tiles(described(64, 128, 64, 4, 3), described(64, 128, 64, 4, 4), True)
+        if made.shared is None and _are_described(tokens, made, found):
+            return found
     if rows <= FEW:
-        found = Tiles(tile(16, 32, 128, 4, 4), tile(16, 64, 128, 4, 4))
-    elif rows <= 512:
+        found = Tiles(tile(16, 32, 128, 4, 3, swap=True), tile(16, 64, 128, 4, 3, swap=True))
+    elif rows <= INSIDE:
         found = Tiles(tile(32, 64, 64, 4, 4), tile(32, 128, 64, 4, 4))
     else:
         found = Tiles(tile(64, 128, 64, 8, 4), tile(64, 256, 64, 8, 4))
     return Tiles(_narrowed(found.enter, made.down.shape[2]), _narrowed(found.leave, made.down.shape[1]))
+
+
+def described(BM: int, BN: int, BK: int, warps: int, stages: int) -> Tile:
+    """Return a configuration of multiply_tiles."""
+    return {"BM": BM, "BN": BN, "BK": BK, "num_warps": warps, "num_stages": stages}
 
 
 def _narrowed(tile: Tile, n: int) -> Tile:
