@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from bench.models.quantised_gpu import random_weight
 from bench.timing import show
 from lineate.layers import MixtureOfExperts
-from lineate.layers.gpu import overlapping
+from lineate.layers.gpu import coded, overlapping
 from lineate.models import HybridConfig, preset
 from lineate.quantised import QuantisedWeight
 
@@ -201,7 +201,7 @@ class Stages:
     """The launches of a call in bfloat16, each by itself."""
 
     def __init__(self, layer: MixtureOfExperts, x: Tensor) -> None:
-        from lineate.kernels.layers import expert_tiles, experts, grouping, mixture, routing
+        from lineate.kernels.layers import experts, grouping, mixture, routing
 
         assert layer.shared is not None and layer.kind == "swiglu"
         inside = len(x) <= mixture.INSIDE
@@ -219,13 +219,13 @@ class Stages:
         self.rows, self.pairs, self.chosen, self.made = len(x), chosen.numel(), chosen, made
         self.x, self.count, self.dtype = x, layer.count + 1, torch.float32 if len(x) <= 64 else x.dtype
         self.hidden = torch.randn(self.pairs, layer.experts_down.shape[2], device=x.device).to(x.dtype)
-        parts = torch.randn(len(x), chosen.shape[1], x.shape[1], device=x.device).to(self.dtype)
+        self.parts = torch.randn(len(x), chosen.shape[1], x.shape[1], device=x.device).to(self.dtype)
         outside = None if inside else torch.randn_like(x)
-        self.add = partial(experts.add, parts, weights, torch.empty_like(x), shared=outside)
+        self.add = partial(experts.add, self.parts, weights, torch.empty_like(x), shared=outside)
         self.group = partial(grouping.group, chosen, self.count)
         self.sort = partial(grouping.sort, chosen, self.count)
         self.grouped = partial(mixture.grouped_products, x, chosen[:, : layer.active].contiguous(), made)
-        self.experts, self.expert_tiles, self.grouping, self.mixture = experts, expert_tiles, grouping, mixture
+        self.experts, self.grouping, self.mixture = experts, grouping, mixture
 
     def groups(self, size: int) -> Any:
         if self.rows <= self.mixture.ALONE:
@@ -234,20 +234,18 @@ class Stages:
 
     def product(self, first: bool, tile: dict[str, Any]) -> Call:
         """Return a call of one of the products in a configuration."""
-        groups, multiply = self.groups(tile["BM"]), self.experts.multiply
-        if "SWAP" not in tile:
-            x, weight = (self.x, self.made.gate_up) if first else (self.hidden, self.made.down)
-            y = x.new_empty(self.pairs, weight.shape[1] // (1 + first))
-            every = self.chosen.shape[1] if first else 1
-            return partial(
-                self.expert_tiles.multiply, x, weight, groups, y, every=every, kind=int(first), tile=tile
-            )  # fmt: skip
-        enter, leave = self.made.shared or (None, None)
+        groups, enter, leave = self.groups(tile["BM"]), *(self.made.shared or (None, None))
         if first:
-            weights = self.experts.Weights(self.made.gate_up, enter, "swiglu")
-            return partial(multiply, self.x, weights, groups, (self.pairs, self.chosen.shape[1]), tile, self.x.dtype)
-        weights = self.experts.Weights(self.made.down, leave, None)
-        return partial(multiply, self.hidden, weights, groups, (self.pairs, 1), tile, self.dtype)
+            x, every, weights = self.x, self.chosen.shape[1], self.experts.Weights(self.made.gate_up, enter, "swiglu")
+            y = self.hidden
+        else:
+            x, every, weights = self.hidden, 1, self.experts.Weights(self.made.down, leave, None)
+            y = self.parts
+        return partial(self.experts.multiply, x, weights, groups, y, every=every, tile=tile)
+
+    def tiles(self) -> Any:
+        """Return the configurations that a call takes."""
+        return self.mixture.tiles_of(self.x, self.count - 1, self.hidden.shape[1], self.chosen.shape[1])
 
 
 @torch.no_grad()
@@ -255,7 +253,7 @@ def measure_parts(shape: str, rows: int, rounds: int) -> dict[str, Any]:
     """Return the microseconds of each launch, in graphs."""
     layer = LAYERS(shape, "bfloat16")
     stages = [Stages(layer, x) for x in tokens_of(layer, rows)]
-    tiles = stages[0].mixture.tiles_of(stages[0].x, stages[0].made)
+    tiles = stages[0].tiles()
     calls: dict[str, list[Call]] = {
         "score": [x.score for x in stages], "choose": [x.choose for x in stages], "add": [x.add for x in stages],
         "enter": [x.product(True, tiles.enter) for x in stages],
@@ -273,23 +271,17 @@ def measure_parts(shape: str, rows: int, rounds: int) -> dict[str, Any]:
 
 def configurations(rows: int, first: bool) -> Iterator[dict[str, Any]]:
     """Yield configurations of a product that may be the best for a number of rows."""
-    from lineate.kernels.layers.mixture import described, tile
+    from lineate.kernels.layers.mixture import tile
 
     if rows <= MOST_IN_GRAPH:
         for bn, bk, stages in itertools.product((32, 64) if first else (64, 128), (64, 128), (3, 4, 6)):
             yield tile(16, bn, bk, 4, stages, swap=True)
-    elif rows <= 1024:
-        for bm, bn, bk, stages in itertools.product((16, 32), (32, 64) if first else (64, 128), (64, 128), (3, 4)):
-            for swap in (False, True):
-                yield tile(bm, bn, bk, 4, stages, swap=swap)
-    else:
-        for bm, bn, warps, stages in itertools.product((64, 128), (64, 128, 256), (4, 8), (3, 4, 5)):
-            wide = 2 * bn if first else bn
-            if bm * wide // (32 * warps) > 128 or 128 * stages * (bm + wide) > 227_000 or wide < 128:
-                continue
-            yield described(bm, bn, 64, warps, stages)
-        yield tile(64, 128, 64, 8, 4)
-        yield tile(128, 128, 64, 8, 3)
+        return
+    sizes = (16, 32, 64) if rows <= 1024 else (64, 128)
+    for bm, bn, warps, stages in itertools.product(sizes, (64, 128), (4, 8), (3, 4)):
+        wide = 2 * bn if first else bn
+        if 32 <= bm * wide // (32 * warps) <= 128 and 128 * stages * (bm + wide) < 227_000:
+            yield tile(bm, bn, 64, warps, stages)
 
 
 @torch.no_grad()
@@ -323,6 +315,51 @@ def tune(shape: str, rows: int, rounds: int) -> list[dict[str, Any]]:
     return found
 
 
+@torch.no_grad()
+def tune_codes(shape: str, form: str, rows: int, rounds: int) -> list[dict[str, Any]]:
+    """Return the microseconds of both products with codes in all configurations."""
+    from lineate.kernels.launching import compile_only
+    from lineate.kernels.layers import grouping, quantised_products
+
+    layer = LAYERS(shape, form)
+    given = tokens_of(layer, rows)
+    chosen = [layer.route(x)[1].int().contiguous() for x in given]
+    hidden = [torch.randn(x.numel(), layer.experts_down.shape[2], device=x.device).bfloat16() for x in chosen]
+    groups = [None if rows == 1 else grouping.group(x, layer.count, 8 if rows <= 64 else 32) for x in chosen]
+    found = []
+    for first, weight in ((True, coded(layer.experts_gate_up)), (False, coded(layer.experts_down))):
+        names = ("C", "WK", "WM", "STAGES")
+        kinds = itertools.product(((2, 4), (4, 2), (2, 2), (4, 4), (1, 8)), (1, 2, 4), (3, 5))
+        shapes = [dict(zip(names, (*sums, pairs, stages), strict=True)) for sums, pairs, stages in kinds]
+        sets = [
+            [
+                partial(
+                    quantised_products.multiply_experts, x if first else h, weight,
+                    quantised_products.Pairs(c.view(-1), layer.active if first else 1, g), gated=first, shape=one,
+                )
+                for x, h, c, g in zip(given, hidden, chosen, groups, strict=True)
+            ]
+            for one in shapes
+        ]  # fmt: skip
+        with overlapping():
+            compile_only(lambda sets=sets: [calls[0]() for calls in sets])  # type: ignore[misc]
+        if not rounds:
+            continue
+        own = []
+        for one, calls in zip(shapes, sets, strict=True):
+            try:
+                us = microseconds(calls, rounds, True)
+            except Exception as error:
+                print("failed", one, type(error).__name__, str(error)[:100], flush=True)
+                continue
+            head = {"shape": shape, "form": form, "rows": rows, "product": "enter" if first else "leave"}
+            own.append(head | {"us": us} | one)
+        own.sort(key=lambda x: x["us"])
+        print(head, [(round(x["us"], 1), *(x[name] for name in names)) for x in own], flush=True)
+        found += own
+    return found
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("bench/out/experts.json"))
@@ -332,7 +369,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--new", action="store_true", help="leave out torch's path")
     parser.add_argument("--parts", action="store_true", help="time each launch alone, in bfloat16")
-    parser.add_argument("--tune", action="store_true", help="try configurations of the products, in bfloat16")
+    parser.add_argument("--tune", action="store_true", help="try configurations of the products")
     parser.add_argument("--compile", action="store_true", help="with --tune: only compile them")
     return parser.parse_args()
 
@@ -345,8 +382,12 @@ def main() -> None:
             for rows in args.rows:
                 if args.parts:
                     found.append(measure_parts(shape, rows, args.rounds))
-                if args.tune:
-                    found += tune(shape, rows, 0 if args.compile else args.rounds)
+                rounds = 0 if args.compile else args.rounds
+                for form in args.forms if args.tune else ():
+                    if form == "bfloat16":
+                        found += tune(shape, rows, rounds)
+                    else:
+                        found += tune_codes(shape, form, rows, rounds)
             continue
         for form, rows in itertools.product(args.forms, args.rows):
             found.append(measure(shape, form, rows, args.rounds, not args.new))

@@ -1,13 +1,14 @@
 """Feed-forward layers: SwiGLU, squared ReLU, and a mixture of such experts."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.layers.gpu import coded, kernels_for, uncoded
+from lineate.layers.gpu import coded, kernel_weight, kernels_for, uncoded
 from lineate.layers.projection import is_bare, project
 from lineate.native import layers as native
 from lineate.native.low_precision_matmul import has_separate_rows, linear, matmul
@@ -16,6 +17,9 @@ from lineate.quantised import QuantisedWeight
 from lineate.rule import compute_dtype
 from lineate.torch_ops.elementwise import elementwise
 from lineate.torch_ops.tracing import is_eager, needs_grad
+
+if TYPE_CHECKING:
+    from lineate.kernels.layers.quantised_products import Codes
 
 GATHERED = 16
 """Up to this many pairs of token and expert, a GPU copies the weights of each: fewer launches than sorting."""
@@ -175,11 +179,8 @@ class MixtureOfExperts(nn.Module):
             return None
         from lineate.kernels.layers import mixture  # triton, at its first use
 
-        gate_up, down = (
-            uncoded(x) if (kept := coded(x)) is None else kept for x in (self.experts_gate_up, self.experts_down)
-        )
-        few = tokens.shape[0] <= mixture.INSIDE and not isinstance(gate_up, tuple)
-        own = self._shared_weights(tokens) if few else None
+        gate_up, down = kernel_weight(self.experts_gate_up), kernel_weight(self.experts_down)
+        own = self._shared_weights() if mixture.takes_shared(tokens, isinstance(gate_up, tuple)) else None
         made = mixture.Experts(gate_up, down, self.kind, own)
         routing = mixture.Routing(
             self.active, self.scores == "sigmoid", self.renormalize, self.scale, self.groups, self.active_groups
@@ -190,8 +191,8 @@ class MixtureOfExperts(nn.Module):
             return None
         return mixture.mix(tokens, router, made, None if self.shared is None or own else self.shared(tokens))
 
-    def _shared_weights(self, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the weights of a shared expert that has the size of the others, if calling it only multiplies."""
+    def _shared_weights(self) -> "tuple[Tensor | Codes, Tensor | Codes] | None":
+        """Return the weights of a shared expert that is like the others, if calling it only multiplies."""
         if type(self.shared) is SwiGLU:
             enter = self.shared.gate_up_proj
         elif type(self.shared) is SquaredReLU:
@@ -199,12 +200,12 @@ class MixtureOfExperts(nn.Module):
         else:
             return None
         leave = self.shared.down_proj
-        if not all(is_bare(x) and type(x) in (nn.Linear, SwiGLU, SquaredReLU) for x in (self.shared, enter, leave)):
+        if not is_bare(self.shared) or not all(type(x) is nn.Linear and is_bare(x) for x in (enter, leave)):
             return None
-        found = uncoded(enter.weight), uncoded(leave.weight)
-        wanted = self.experts_gate_up.shape[1:], self.experts_down.shape[1:]
-        same = all(x.shape == y and x.dtype is tokens.dtype for x, y in zip(found, wanted, strict=True))
-        return found if same and enter.bias is None and leave.bias is None else None
+        pairs = (enter, self.experts_gate_up), (leave, self.experts_down)
+        if not all(x.bias is None and _are_alike(x.weight, weight) for x, weight in pairs):
+            return None
+        return kernel_weight(enter.weight), kernel_weight(leave.weight)
 
     def _opened(self, tokens: Tensor) -> Tensor:
         """Return how much of the shared expert each token takes, `n 1`."""
@@ -290,12 +291,10 @@ class MixtureOfExperts(nn.Module):
         from lineate.kernels.layers import quantised_products  # triton, at its first use
 
         gated = self.kind == "swiglu" and quantised_products.takes_gate(gate_up)
-        made = quantised_products.multiply_experts(
-            tokens.contiguous(), gate_up, experts, every=self.active, gated=gated
-        )  # fmt: skip
-        return quantised_products.multiply_experts(
-            made if gated else self._activated(made), down, experts, every=1, gated=False
-        )  # fmt: skip
+        pairs = quantised_products.Pairs(experts.contiguous(), self.active)
+        made = quantised_products.multiply_experts(tokens.contiguous(), gate_up, pairs, gated=gated)
+        pairs = quantised_products.Pairs(experts.contiguous(), 1)
+        return quantised_products.multiply_experts(made if gated else self._activated(made), down, pairs)
 
     def run_all(self, tokens: Tensor, chosen: Tensor) -> Tensor:
         """Run all experts on all tokens, and keep the outputs of the chosen experts."""
@@ -327,6 +326,15 @@ class MixtureOfExperts(nn.Module):
 
     def _activated(self, made: Tensor) -> Tensor:
         return glu(made) if self.kind == "swiglu" else squared_relu(made)
+
+
+def _are_alike(own: Tensor, weight: Tensor) -> bool:
+    """Whether a weight has the shape, the dtype and the format of those of experts."""
+    if own.shape != weight.shape[1:] or own.dtype is not weight.dtype or type(own) is not type(weight):
+        return False
+    if isinstance(own, QuantisedWeight) and isinstance(weight, QuantisedWeight):
+        return own.format is weight.format
+    return True
 
 
 def _chosen(weight: Tensor, experts: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ mixture = importlib.import_module("lineate.kernels.layers.mixture")
 grouping = importlib.import_module("lineate.kernels.layers.grouping")
 routing = importlib.import_module("lineate.kernels.layers.routing")
 experts = importlib.import_module("lineate.kernels.layers.experts")
-expert_tiles = importlib.import_module("lineate.kernels.layers.expert_tiles")
 quantised_products = importlib.import_module("lineate.kernels.layers.quantised_products")
 pytestmark = pytest.mark.usefixtures("guarded_memory")
 BOUND = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -222,34 +221,15 @@ def test_tiles_that_do_not_divide_the_sizes(path, swap, alone):
         experts.Weights(weight, own, kind)
         for weight, own, kind in zip((made.gate_up, made.down), made.shared, ("swiglu", None), strict=True)
     )
-    hidden = experts.multiply(x, enter, groups, (9, 3), tile, x.dtype)
-    found = experts.multiply(hidden, leave, groups, (9, 1), tile, torch.float32)
+    hidden, found = x.new_empty(9, 20), x.new_empty(9, 72, dtype=torch.float32)
+    experts.multiply(x, enter, groups, hidden, every=3, tile=tile)
+    experts.multiply(hidden, leave, groups, found, every=1, tile=tile)
     expected = []
     for t, e in ((i // 3, e) for i, e in enumerate(chosen.flatten().tolist())):
         first, second = made.shared if e == 12 else (made.gate_up[e], made.down[e])
         gate, up = (first.double() @ x[t].double()).chunk(2)
         expected.append(second.double() @ (F.silu(gate) * up))
     assert_near(found, torch.stack(expected), path.dtype)
-
-
-@pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
-def test_described_tiles(path, kind):
-    layer = layer_of(path, 128, 64, kind=kind)
-    _, made = parts_of(layer)
-    rows = 40
-    x = draw(path, rows, 128)
-    weights, chosen = chosen_by(layer, x)
-    tile = mixture.described(16 if path.device == "cpu" else 64, 32, 64, 4, 3)
-    if path.device != "cpu" and not expert_tiles.serves(x, made.gate_up, tile, kind == "swiglu"):
-        pytest.skip("only on Hopper")
-    groups = grouping.group(chosen, COUNT, tile["BM"])
-    hidden, parts, y = x.new_empty(rows * ACTIVE, 64), x.new_empty(rows * ACTIVE, 128), torch.empty_like(x)
-    number = experts.GATED[kind]
-    expert_tiles.multiply(x, made.gate_up, groups, hidden, every=ACTIVE, kind=number, tile=tile)
-    expert_tiles.multiply(hidden, made.down, groups, parts, every=1, kind=0, tile=tile)
-    experts.add(parts, weights, y)
-    assert_near(y, plain(layer, x, weights, chosen), path.dtype)
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
@@ -266,7 +246,8 @@ def test_no_row_changes_the_bits_of_another(path):
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("kind", ["swiglu", "relu2"])
-def test_weights_in_codes(path, form, kind):
+def test_weights_in_codes(path, form, kind, monkeypatch):
+    monkeypatch.setattr(mixture, "DECODED", 4 * 64 * 96)  # four experts at a time
     layer = layer_of(path, 96, 32, kind=kind, scores="sigmoid")
     codes = []
     for name in ("experts_gate_up", "experts_down"):
@@ -277,11 +258,10 @@ def test_weights_in_codes(path, form, kind):
         codes.append(quantised_products.Codes(*tiles, weight.shape[-2], FORMATS[form].kernel))
     router, made = parts_of(layer)
     made = made._replace(gate_up=codes[0], down=codes[1])
-    x = draw(path, 150, 96)
-    for rows in (1, 4) if path.device == "cpu" else (1, 4, 64, 150):
-        if not mixture.serves(x[:rows], router, made):
-            assert rows > 64
-            continue
+    x = draw(path, 600, 96)
+    many = (65,) if (form, kind) == ("int8", "swiglu") else ()
+    for rows in (1, 4, *many) if path.device == "cpu" else (1, 4, 64, 150, 600):
+        assert mixture.serves(x[:rows], router, made)
         found = mixture.mix(x[:rows], router, made)
         assert_near(found, plain(layer, x[:rows], *chosen_by(layer, x[:rows])), path.dtype)
         if rows == 64:
@@ -353,16 +333,21 @@ def test_a_graph_follows_the_routing(path, form, rows):
 
 @pytest.mark.parametrize("path", [param(BF16)])
 @pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
-@pytest.mark.parametrize("rows", [2, 64, 700])
-def test_layer_in_codes(path, form, rows, monkeypatch):
+@pytest.mark.parametrize("rows", [1, 2, 64, 200, 700])
+@pytest.mark.parametrize("shared", [False, True])
+def test_layer_in_codes(path, form, rows, shared, monkeypatch):
+    """shared: whether the shared expert is in codes too, and so one of the experts."""
     layer = layer_of(path, 256, 128, shared_size=128, shared_gate=True)
-    for name in ("experts_gate_up", "experts_down"):
-        setattr(layer, name, nn.Parameter(quantize(getattr(layer, name), form), requires_grad=False))
+    owners = [(layer, "experts_gate_up"), (layer, "experts_down")]
+    if shared:
+        owners += [(layer.shared.gate_up_proj, "weight"), (layer.shared.down_proj, "weight")]
+    for owner, name in owners:
+        setattr(owner, name, nn.Parameter(quantize(getattr(owner, name), form), requires_grad=False))
     calls = spy(layer, monkeypatch)
     x = draw(path, rows, 256)
     weights, chosen = chosen_by(layer, x)
     found = layer(x)
-    assert not calls or (rows > 64 and not quantised_products.uses_tensor_cores(x))
-    for name in ("experts_gate_up", "experts_down"):
-        setattr(layer, name, nn.Parameter(getattr(layer, name).decoded(), requires_grad=False))
+    assert not calls and torch.equal(found, layer(x))
+    for owner, name in owners:
+        setattr(owner, name, nn.Parameter(getattr(owner, name).decoded(), requires_grad=False))
     assert_near(found, plain(layer, x, weights, chosen), path.dtype)

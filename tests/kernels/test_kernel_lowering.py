@@ -96,7 +96,7 @@ def experts() -> Iterator[Case]:
     for dtype, rows, scores in (("bfloat16", 1, "softmax"), ("float16", 9, "sigmoid"), ("bfloat16", 300, "softmax")):
         yield Case(90, "experts", dict(dtype=dtype, rows=rows, scores=scores, overlap=next(overlap)))
     yield Case(80, "experts", dict(dtype="float32", rows=9, scores="softmax", overlap=False))
-    for form, rows, scores in (("int8", 1, "softmax"), ("int4", 20, "sigmoid"), ("fp8", 300, "softmax")):
+    for form, rows, scores in (("int8", 1, "softmax"), ("int4", 20, "sigmoid"), ("fp8", 700, "softmax")):
         case = dict(dtype="bfloat16", rows=rows, scores=scores, overlap=next(overlap), form=form)
         yield Case(90, "experts", case)
     yield Case(80, "experts", dict(dtype="float16", rows=20, scores="softmax", overlap=False, form="int4"))

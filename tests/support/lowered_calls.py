@@ -253,7 +253,7 @@ def quantised(form: str, dtype: str, rows: int, overlap: bool) -> None:
             quantised_products.multiply(x, weight, gated=True)
             quantised_products.multiply(x, weight, parts=quantised_products.parts_of(x, weight))
             chosen = empty(2 * rows, dtype="int64")
-            quantised_products.multiply_experts(x, codes(experts), chosen, every=2, gated=True)
+            quantised_products.multiply_experts(x, codes(experts), quantised_products.Pairs(chosen, 2), gated=True)
         quantised_products.decoded(weight, x.dtype)
         quantised_products.decoded(codes(experts), x.dtype)
         quantised_products.decoded_rows(weight, empty(3, 5, dtype="int64"), x.dtype)
@@ -280,8 +280,12 @@ def experts(dtype: str, rows: int, scores: str, overlap: bool, form: str | None 
             routing = mixture.Routing(4, scores == "sigmoid", **groups)
             router = mixture.Router(layer.router.weight, layer.router_bias, None, routing)
             made = mixture.Experts(*weights, kind)
+            outside = empty(rows, 256, dtype=dtype)
+            if mixture.takes_shared(x, coded=True):
+                own, outside = (codes_of(form, *y.shape[1:]) for y in (layer.experts_gate_up, layer.experts_down)), None
+                made = made._replace(shared=tuple(own))
             assert mixture.serves(x, router, made)
-            mixture.mix(x, router, made, empty(rows, 256, dtype=dtype))
+            mixture.mix(x, router, made, outside)
     if form is None and dtype == "bfloat16":
         grouping.sort(empty(rows, 4, dtype="int32"), 24)
 

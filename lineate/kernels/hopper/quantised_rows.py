@@ -197,18 +197,20 @@ def _number(t, tile, TILES: gl.constexpr, GATED: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows"])
 def multiply_quantised_rows(
-    codes, scales, x, norm, experts, bias, residual, taps, past, y, members, rows, eps,
+    codes, scales, x, norm, experts, bias, residual, taps, past, y, members, own_codes, own_scales,
+    rows, eps,
     N: gl.constexpr, K: gl.constexpr, R: gl.constexpr, ONE: gl.constexpr, BITS: gl.constexpr, FP8: gl.constexpr,
     C: gl.constexpr, WK: gl.constexpr, WM: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, SHIFT: gl.constexpr,
-    GATED: gl.constexpr, EVERY: gl.constexpr, CHANNELS: gl.constexpr, SIZE: gl.constexpr, OVERLAP: gl.constexpr,
-    num_warps: gl.constexpr,
+    GATED: gl.constexpr, EVERY: gl.constexpr, EXPERTS: gl.constexpr, CHANNELS: gl.constexpr, SIZE: gl.constexpr,
+    OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """32 WM channels of y `rows N` (GATED: 16 WM; SPLIT > 1: of one part of it, float32 `SPLIT rows N`).
 
     codes are words of 4 bytes; operations whose argument is None are skipped. ONE: there is one row, which may have a
     norm. experts, with ONE: row i of y is that of row i / EVERY of x and of weight experts[i] of many. With members
     `blocks R` instead: those are the rows i of block b, all of weight experts[b], and -1 is none; a block of expert -1
-    has none. The first CHANNELS channels are convolved with taps `CHANNELS SIZE` after past `rows CHANNELS SIZE-1`.
+    has none. Expert EXPERTS has the codes own_codes and own_scales, if they are given. The first CHANNELS channels are
+    convolved with taps `CHANNELS SIZE` after past `rows CHANNELS SIZE-1`.
     """
     gl.static_assert(num_warps == WK * WM)
     G: gl.constexpr = K // 32
@@ -242,6 +244,11 @@ def multiply_quantised_rows(
         else:
             x += (pair // EVERY).to(gl.int64) * K
             y += pair.to(gl.int64) * N
+        if own_codes is not None:
+            own = expert == EXPERTS
+            codes = gl.where(own, own_codes, codes)
+            scales = gl.where(own, own_scales, scales)
+            expert = gl.where(own, 0, expert)
         expert *= (2 if GATED else 1) * TILES
         codes += expert * (G * WORDS)
         scales += expert * SCALES

@@ -26,17 +26,18 @@ GATED = {"swiglu": 1, "relu2": 2}
 """What multiply_blocks does with a product: 0 is nothing."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin"])
 def multiply_blocks(
-    x, weight, shared, blocks, members, y,
+    x, weight, shared, blocks, members, y, begin,
     N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, EVERY: tl.constexpr, KIND: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, EXACT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows p of y `pairs N` for one block of pairs and BN channels, from rows p / EVERY of x `tokens K`.
 
-    weight is `EXPERTS N K` (KIND 1: `EXPERTS 2N K`); expert EXPERTS is `shared`. KIND 1: silu(first half) second half;
-    2: relu^2. Without members, block b has pair b. SWAP: the product is computed as weight x^T.
+    weight is `EXPERTS N K` (KIND 1: `EXPERTS 2N K`) of the experts from `begin` on; other blocks are left out. Expert
+    begin + EXPERTS is `shared`, if there is one. KIND 1: silu(first half) second half; 2: relu^2. Without members,
+    block b has pair b. SWAP: the product is computed as weight x^T.
     """
     TILES: tl.constexpr = (N + BN - 1) // BN
     HALVES: tl.constexpr = 2 if KIND == 1 else 1
@@ -46,8 +47,8 @@ def multiply_blocks(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    expert = tl.load(blocks + block)
-    if expert >= 0:
+    expert = tl.load(blocks + block) - begin
+    if (expert >= 0) & (expert < EXPERTS + (0 if shared is None else 1)):
         m = tl.arange(0, BM)
         if members is None:
             pair = tl.where(m == 0, block, -1)
@@ -153,37 +154,36 @@ class Weights(NamedTuple):
         experts: `experts n k`.
         shared: `n k` of the shared expert, or None.
         kind: "swiglu" or "relu2" for the first product of experts; None for the second one.
+        begin: The number of the first of these experts; the pairs of others are left out.
     """
 
     experts: Tensor
     shared: Tensor | None
     kind: str | None
+    begin: int = 0
 
 
 def multiply(
-    x: Tensor, weights: Weights, groups: Groups, counts: tuple[int, int], tile: dict[str, int], dtype: torch.dtype
-) -> Tensor:
-    """Return the products of pairs, `pairs n`; pair p has row p / every of x `tokens k`.
+    x: Tensor, weights: Weights, groups: Groups, y: Tensor, *, every: int, tile: dict[str, int]
+) -> None:  # fmt: skip
+    """Write the products of pairs into y `pairs n`; pair p has row p / every of x `tokens k`.
 
     Args:
         x: Dense.
         weights: Of the experts.
         groups: The pairs by expert.
-        counts: How many pairs there are, and how many of them a row of x has.
+        y: Dense.
+        every: Pairs of a row of x.
         tile: The configuration of the kernel; BM is groups.size, or at least 16.
-        dtype: Of the result.
     """
-    pairs, every = counts
     assert groups.members is None or tile["BM"] == groups.size
     count, n, k = weights.experts.shape
     n = n // 2 if weights.kind == "swiglu" else n
-    y = torch.empty(pairs, n, dtype=dtype, device=x.device)
     start(multiply_blocks, (ceil_div(n, tile["BN"]) * groups.blocks.numel(),))(
-        x, weights.experts, weights.shared, groups.blocks, groups.members, y,
+        x, weights.experts, weights.shared, groups.blocks, groups.members, y, weights.begin,
         N=n, K=k, EXPERTS=count, EVERY=every, KIND=0 if weights.kind is None else GATED[weights.kind],
         EXACT=x.dtype is torch.float32, **tile, **overlap_options(x.device),
     )  # fmt: skip
-    return y
 
 
 def add(

@@ -119,22 +119,36 @@ def multiply(
     return _launch(x, weight, (bias, norm, convolution, residual), gated=gated, parts=parts)
 
 
+class Pairs(NamedTuple):
+    """Rows that are multiplied by the weights of experts.
+
+    Args:
+        experts: The expert of each pair, `pairs`.
+        every: Pairs of a row of x.
+        groups: The pairs in blocks of 8, 16, 32 or 64 of an expert, whose weights are then read once for a block, where
+            uses_tensor_cores(x); None: each pair reads them. The results have the same bits.
+        shared: The weight `n k` of one more expert, where uses_tensor_cores(x); or None.
+    """
+
+    experts: Tensor
+    every: int
+    groups: Groups | None = None
+    shared: Codes | None = None
+
+
 def multiply_experts(
-    x: Tensor, weight: Codes, experts: Tensor, *, every: int, gated: bool, groups: Groups | None = None
+    x: Tensor, weight: Codes, pairs: Pairs, *, gated: bool = False, shape: dict[str, int] | None = None
 ) -> Tensor:
     """Return row i / every of x times weight experts[i], `pairs n`.
 
     Args:
-        x: `tokens k`.
+        x: `tokens k`, dense.
         weight: Of all experts, `experts n k`; gated: `experts 2n k`.
-        experts: `pairs`.
-        every: Pairs of a row of x.
+        pairs: The experts of the rows.
         gated: Whether the result is silu(first half) * second half, where takes_gate(weight).
-        groups: The pairs in blocks of 8, 16, 32 or 64 of an expert, whose weights are then read once for a block, where
-            uses_tensor_cores(x); None: each pair reads them. The results have the same bits.
+        shape: C, WK, WM and STAGES of multiply_quantised_rows; None: those that were measured.
     """
-    experts = experts.contiguous()
-    return _launch(x, weight, (None, None, None, None), gated=gated, experts=experts, every=every, groups=groups)
+    return _launch(x, weight, (None, None, None, None), gated=gated, pairs=pairs, shape=shape)
 
 
 def _launch(
@@ -144,12 +158,12 @@ def _launch(
     *,
     gated: bool,
     parts: int = 1,
-    experts: Tensor | None = None,
-    every: int = 1,
-    groups: Groups | None = None,
+    pairs: Pairs | None = None,
+    shape: dict[str, int] | None = None,
 ) -> Tensor:
     bias, norm, convolution, residual = around
     n, k, bits = weight.rows // 2 if gated else weight.rows, weight.columns, weight.bits
+    experts, every, groups, shared = (None, 1, None, None) if pairs is None else pairs
     rows = x.shape[0] if experts is None else experts.shape[0]
     taps, past = (None, None) if convolution is None else convolution
     assert taps is None or (taps.shape[1] in SIZES and taps.is_contiguous())
@@ -169,19 +183,17 @@ def _launch(
             from lineate.kernels.hopper.quantised_rows import multiply_quantised_rows
 
             assert norm is None or rows == 1
-            # The number of experts' rows must not choose the shape: a row's sums would be added in another order.
-            alone = experts is None and ceil_div(n, 16 if gated else 32) <= multiprocessors(x.device)
-            shape = _shape(1 if experts is not None else rows, weight, alone)
-            if groups is not None:
-                shape = _shape_of_blocks(shape, weight, groups.size)
+            if experts is None:
+                shape = _shape(rows, weight, ceil_div(n, 16 if gated else 32) <= multiprocessors(x.device))
+            else:
+                shape = _shape_of_experts(weight, 1 if groups is None else groups.size, shape)
             warps = shape["WK"] * shape["WM"]
-            grid = (
-                ceil_div(n, (16 if gated else 32) * shape["WM"]) * parts,
-                1 if blocks is None else blocks.shape[0],
-            )
-            start(multiply_quantised_rows, grid)(
-                *tensors, None if groups is None else groups.members, 1 if experts is not None else rows, eps, **shape,
-                SPLIT=parts, **constants, num_warps=warps,
+            tiles = ceil_div(n, (16 if gated else 32) * shape["WM"])
+            own = None if shared is None else shared.codes.view(torch.int32), None if shared is None else shared.scales
+            start(multiply_quantised_rows, (tiles * parts, 1 if blocks is None else blocks.shape[0]))(
+                *tensors, None if groups is None else groups.members, *own, 1 if experts is not None else rows, eps,
+                **shape, SPLIT=parts, EXPERTS=0 if experts is None else weight.codes.shape[0], **constants,
+                num_warps=warps,
             )  # fmt: skip
         else:
             block = min(512, next_power(k // 32 * bits))
@@ -223,12 +235,22 @@ def _shape(rows: int, weight: Codes, alone: bool) -> dict[str, int]:
     return {"R": width, "ONE": rows == 1, "C": chunk, "WK": warps, "WM": pairs, "STAGES": stages}
 
 
-def _shape_of_blocks(shape: dict[str, int], weight: Codes, size: int) -> dict[str, int]:
-    """Return the configuration for blocks of `size` rows, with the sums of the configuration `shape` for one row."""
+def _shape_of_experts(weight: Codes, rows: int, own: dict[str, int] | None) -> dict[str, int]:
+    """Return the configuration of multiply_quantised_rows for blocks of so many pairs of an expert; 1: for a pair.
+
+    Neither the number of pairs nor that of rows may choose C or WK: a row's sums would be added in another order.
+    """
+    shape = {"C": 2, "WK": 4, "WM": 1, "STAGES": 6} if own is None else dict(own)
+    while shape["WK"] > 1 and shape["WK"] > weight.columns // 32:
+        shape["WK"] //= 2
+    while shape["C"] > 1 and shape["C"] * shape["WK"] > weight.columns // 32:
+        shape["C"] //= 2
     groups = shape["C"] * shape["WK"]
-    stage = groups * (2 * shape["WM"] * (64 * weight.bits + 16 * weight.scales.itemsize) + 64 * size)
-    stages = max(2, min(shape["STAGES"], SHARED // stage))
-    return shape | {"R": size, "ONE": False, "STAGES": stages}
+    steps = ceil_div(weight.columns // 32, groups)
+    codes = 2 * shape["WM"] * (64 * weight.bits + 16 * weight.scales.itemsize)
+    kept, each = (64 * groups * next_power(steps), 0) if rows == 1 else (0, 64 * rows)
+    stages = max(2, min(shape["STAGES"], (SHARED - kept) // (groups * (codes + each)), 1 + steps))
+    return shape | {"R": max(8, rows), "ONE": rows == 1, "STAGES": stages}
 
 
 # ---- decoded weights
