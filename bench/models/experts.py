@@ -329,7 +329,7 @@ def tune_codes(shape: str, form: str, rows: int, rounds: int) -> list[dict[str, 
     found = []
     for first, weight in ((True, coded(layer.experts_gate_up)), (False, coded(layer.experts_down))):
         names = ("C", "WK", "WM", "STAGES")
-        kinds = itertools.product(((2, 4), (4, 2), (2, 2), (4, 4), (1, 8)), (1, 2, 4), (3, 5))
+        kinds = itertools.product(((2, 4), (4, 2), (2, 2), (2, 1), (4, 1)), (1, 2, 4), (2, 3, 5))
         shapes = [dict(zip(names, (*sums, pairs, stages), strict=True)) for sums, pairs, stages in kinds]
         sets = [
             [
