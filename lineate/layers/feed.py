@@ -1,14 +1,15 @@
 """Feed-forward layers: SwiGLU, squared ReLU, and a mixture of such experts."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.layers.gpu import coded, kernels_for, uncoded
-from lineate.layers.projection import project
+from lineate.layers.gpu import coded, kernel_weight, kernels_for, uncoded
+from lineate.layers.projection import is_bare, project
 from lineate.native import layers as native
 from lineate.native.low_precision_matmul import has_separate_rows, linear, matmul
 from lineate.parallel.tensor.shards import Cut, Part
@@ -16,6 +17,9 @@ from lineate.quantised import QuantisedWeight
 from lineate.rule import compute_dtype
 from lineate.torch_ops.elementwise import elementwise
 from lineate.torch_ops.tracing import is_eager, needs_grad
+
+if TYPE_CHECKING:
+    from lineate.kernels.layers.quantised_products import Codes
 
 GATHERED = 16
 """Up to this many pairs of token and expert, a GPU copies the weights of each: fewer launches than sorting."""
@@ -153,12 +157,55 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
+        y = self._run_in_place(tokens) if tokens.is_cuda else None
+        return (self.run_in_torch(tokens) if y is None else y).view_as(x)
+
+    def run_in_torch(self, tokens: Tensor) -> Tensor:
+        """Return the layer's output for tokens `n hidden`, with gradients if they are wanted."""
         weights, chosen = self.route(tokens)
-        y = self._mix(tokens, weights.to(x.dtype), chosen)
+        y = self._mix(tokens, weights.to(tokens.dtype), chosen)
         if self.shared is not None:
             shared = self.shared(tokens)
             y = y + (shared if self.shared_gate is None else self._opened(tokens) * shared)
-        return y.view_as(x)
+        return y
+
+    def _run_in_place(self, tokens: Tensor) -> Tensor | None:
+        """Return the layer's output by kernels that read the weights in place; None if they do not take this call."""
+        if type(self) is not MixtureOfExperts or kernels_for(tokens) is None or not is_eager(tokens):
+            return None
+        if torch.is_autocast_enabled("cuda") or (torch.is_grad_enabled() and needs_grad(tokens, *self.parameters())):
+            return None
+        if not all(x is None or (type(x) is nn.Linear and is_bare(x)) for x in (self.router, self.shared_gate)):
+            return None
+        from lineate.kernels.layers import mixture  # triton, at its first use
+
+        gate_up, down = kernel_weight(self.experts_gate_up), kernel_weight(self.experts_down)
+        own = self._shared_weights() if mixture.takes_shared(tokens, isinstance(gate_up, tuple)) else None
+        made = mixture.Experts(gate_up, down, self.kind, own)
+        routing = mixture.Routing(
+            self.active, self.scores == "sigmoid", self.renormalize, self.scale, self.groups, self.active_groups
+        )
+        gate = None if self.shared_gate is None else self.shared_gate.weight
+        router = mixture.Router(self.router.weight, self.router_bias, gate, routing)
+        if not mixture.serves(tokens, router, made):
+            return None
+        return mixture.mix(tokens, router, made, None if self.shared is None or own else self.shared(tokens))
+
+    def _shared_weights(self) -> "tuple[Tensor | Codes, Tensor | Codes] | None":
+        """Return the weights of a shared expert that is like the others, if calling it only multiplies."""
+        if type(self.shared) is SwiGLU:
+            enter = self.shared.gate_up_proj
+        elif type(self.shared) is SquaredReLU:
+            enter = self.shared.up_proj
+        else:
+            return None
+        leave = self.shared.down_proj
+        if not is_bare(self.shared) or not all(type(x) is nn.Linear and is_bare(x) for x in (enter, leave)):
+            return None
+        pairs = (enter, self.experts_gate_up), (leave, self.experts_down)
+        if not all(x.bias is None and _are_alike(x.weight, weight) for x, weight in pairs):
+            return None
+        return kernel_weight(enter.weight), kernel_weight(leave.weight)
 
     def _opened(self, tokens: Tensor) -> Tensor:
         """Return how much of the shared expert each token takes, `n 1`."""
@@ -244,12 +291,10 @@ class MixtureOfExperts(nn.Module):
         from lineate.kernels.layers import quantised_products  # triton, at its first use
 
         gated = self.kind == "swiglu" and quantised_products.takes_gate(gate_up)
-        made = quantised_products.multiply_experts(
-            tokens.contiguous(), gate_up, experts, every=self.active, gated=gated
-        )  # fmt: skip
-        return quantised_products.multiply_experts(
-            made if gated else self._activated(made), down, experts, every=1, gated=False
-        )  # fmt: skip
+        pairs = quantised_products.Pairs(experts.contiguous(), self.active)
+        made = quantised_products.multiply_experts(tokens.contiguous(), gate_up, pairs, gated=gated)
+        pairs = quantised_products.Pairs(experts.contiguous(), 1)
+        return quantised_products.multiply_experts(made if gated else self._activated(made), down, pairs)
 
     def run_all(self, tokens: Tensor, chosen: Tensor) -> Tensor:
         """Run all experts on all tokens, and keep the outputs of the chosen experts."""
@@ -281,6 +326,15 @@ class MixtureOfExperts(nn.Module):
 
     def _activated(self, made: Tensor) -> Tensor:
         return glu(made) if self.kind == "swiglu" else squared_relu(made)
+
+
+def _are_alike(own: Tensor, weight: Tensor) -> bool:
+    """Whether a weight has the shape, the dtype and the format of those of experts."""
+    if own.shape != weight.shape[1:] or own.dtype is not weight.dtype or type(own) is not type(weight):
+        return False
+    if isinstance(own, QuantisedWeight) and isinstance(weight, QuantisedWeight):
+        return own.format is weight.format
+    return True
 
 
 def _chosen(weight: Tensor, experts: Tensor) -> Tensor:

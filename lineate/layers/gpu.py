@@ -64,3 +64,9 @@ def uncoded(weight: Tensor) -> Tensor:
     if isinstance(weight, QuantisedWeight) and weight.format.dtype == weight.dtype:
         return weight.codes
     return weight
+
+
+def kernel_weight(weight: Tensor) -> "Tensor | Codes":
+    """Return a weight as kernels take it: in codes, or its numbers; a weight that they do not take is unchanged."""
+    kept = coded(weight)
+    return uncoded(weight) if kept is None else kept

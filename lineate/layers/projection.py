@@ -12,12 +12,12 @@ from lineate.torch_ops.tracing import needs_grad
 
 def project(module: nn.Module, x: Tensor) -> Tensor:
     """Return module(x); the module is an nn.Linear or a stand-in (wrapped, quantised, hooked, fetched on use)."""
-    if x.is_cuda and overlaps(x.device) and type(module) is nn.Linear and _is_bare(module):
+    if x.is_cuda and overlaps(x.device) and type(module) is nn.Linear and is_bare(module):
         few = _few_rows(x, module)
         if few is not None:
             return few
     wide = half_dtype(x) is None
-    if (not wide or has_few_rows(x)) and type(module) is nn.Linear and _is_bare(module):
+    if (not wide or has_few_rows(x)) and type(module) is nn.Linear and is_bare(module):
         return linear(x, module.weight, module.bias)
     if wide:
         result: Tensor = module(x)
@@ -49,8 +49,8 @@ def _few_rows(x: Tensor, module: nn.Linear) -> Tensor | None:
     return products.product_few(rows, weight).view(*x.shape[:-1], -1)
 
 
-def _is_bare(module: nn.Linear) -> bool:
-    """Whether calling the module only multiplies by its weight."""
+def is_bare(module: nn.Module) -> bool:
+    """Whether calling the module runs the forward of its class, and nothing before or after it."""
     hooks = (
         module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
         or _has_any_global_hook()

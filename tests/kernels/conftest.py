@@ -31,24 +31,26 @@ def guarded_memory(request, monkeypatch):
     def init_args(self, args, kwargs):
         nonlocal ends
         given = start(self, args, kwargs)
-        tensors = [x for x in (*given[0], *given[1].values()) if isinstance(x, Tensor) and x.numel()]
+        tensors = [getattr(x, "base", x) for x in (*given[0], *given[1].values())]  # of a descriptor, its tensor
+        tensors = [x for x in tensors if isinstance(x, Tensor) and x.numel()]
         last = [sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) for x in tensors]
         both = ((x.data_ptr(), x.data_ptr() + x.element_size() * (n + 1)) for x, n in zip(tensors, last, strict=True))
         ends = np.array(sorted(both), np.uint64)
         return given
 
     def check(pointers, mask):
-        at = pointers.data[mask.data.astype(bool)].astype(np.uint64)
+        given = mask if isinstance(mask, np.ndarray) else mask.data  # a descriptor's mask is an array
+        at = pointers.data[given.astype(bool)].astype(np.uint64)
         which = np.searchsorted(ends[:, 0], at, "right") - 1
         assert (which >= 0).all() and (at < ends[which, 1]).all(), "an access outside of all tensors"
 
-    def masked_load(self, pointers, mask, *rest):
+    def masked_load(self, pointers, mask, *rest, **named):
         check(pointers, mask)
-        return load(self, pointers, mask, *rest)
+        return load(self, pointers, mask, *rest, **named)
 
-    def masked_store(self, pointers, value, mask, *rest):
+    def masked_store(self, pointers, value, mask, *rest, **named):
         check(pointers, mask)
-        return store(self, pointers, value, mask, *rest)
+        return store(self, pointers, value, mask, *rest, **named)
 
     monkeypatch.setattr(executor, "_init_args_hst", init_args)
     monkeypatch.setattr(builder, "create_masked_load", masked_load)

@@ -93,6 +93,18 @@ def steps() -> Iterator[Case]:
         yield Case(80, "quantised", dict(dtype="float16", form=form, rows=2, overlap=False))
 
 
+def experts() -> Iterator[Case]:
+    """Yield mixtures of experts; rows alone, grouped, and in larger blocks."""
+    overlap = cycle((True, False))
+    for dtype, rows, scores in (("bfloat16", 1, "softmax"), ("float16", 9, "sigmoid"), ("bfloat16", 300, "softmax")):
+        yield Case(90, "experts", dict(dtype=dtype, rows=rows, scores=scores, overlap=next(overlap)))
+    yield Case(80, "experts", dict(dtype="float32", rows=9, scores="softmax", overlap=False))
+    for form, rows, scores in (("int8", 1, "softmax"), ("int4", 20, "sigmoid"), ("fp8", 700, "softmax")):
+        case = dict(dtype="bfloat16", rows=rows, scores=scores, overlap=next(overlap), form=form)
+        yield Case(90, "experts", case)
+    yield Case(80, "experts", dict(dtype="float16", rows=20, scores="softmax", overlap=False, form="int4"))
+
+
 def layers() -> Iterator[Case]:
     """Yield the ops around the rules, and the memories that learn."""
     dtypes = cycle(("bfloat16", "float32", "float16"))
@@ -103,10 +115,10 @@ def layers() -> Iterator[Case]:
         yield Case(80, "memory", dict(name=name, backward=True, d=d))
 
 
-FAST = [*rules(), *steps(), *layers()]
+FAST = [*rules(), *steps(), *experts(), *layers()]
 SLOW = [
     *more_rules(),
-    *(case._replace(passes=True) for case in chain(steps(), layers())),
+    *(case._replace(passes=True) for case in chain(steps(), experts(), layers())),
 ]
 
 

@@ -150,7 +150,7 @@ def test_convolution_moves_on_in_place(path, form, size, rows):
 def test_experts_of_each_row(path, form, gated, every):
     x, (codes, values) = drawer(path, 1)(3, 96), weight_of(path, form, 5, 64, 96)
     experts = torch.tensor([4, 0, 2, 2, 1, 4][: 3 * every], device=path.device)
-    found = quantised_products.multiply_experts(x, codes, experts, every=every, gated=gated)
+    found = quantised_products.multiply_experts(x, codes, quantised_products.Pairs(experts, every), gated=gated)
     expected = torch.stack([x[i // every].double() @ values[e].T for i, e in enumerate(experts.tolist())])
     if gated:
         gate, up = expected.chunk(2, -1)

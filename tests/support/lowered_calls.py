@@ -15,8 +15,11 @@ import lineate
 from lineate import plans
 from lineate.call import Inputs
 from lineate.kernels import launching, pipeline
-from lineate.kernels.layers import cached, latent, ops, pieces, products, quantised_products, token
+from lineate.kernels.layers import (
+    cached, grouping, latent, mixture, ops, pieces, products, quantised_products, token,
+)  # fmt: skip
 from lineate.kernels.memories.lact_features import features
+from lineate.layers import MixtureOfExperts
 from lineate.memory.lact import lact, lact_state
 from lineate.memory.titans.op import titans, titans_state
 from lineate.memory.ttt import ttt
@@ -241,14 +244,19 @@ def step(name: str, dtype: str, rows: int, overlap: bool) -> None:
                 token.norm_groups(found, z, over, groups=2, eps=1e-6, gate_first=silu)
 
 
+def codes_of(form: str, *shape: int) -> quantised_products.Codes:
+    """Return a weight in codes."""
+    kept = FORMATS[form]
+    parts = zip(kept.shapes(shape), (kept.codes_dtype, kept.scales_dtype), strict=True)
+    return quantised_products.Codes(*(empty(*s, dtype=d) for s, d in parts), shape[-2], kept.kernel)
+
+
 def quantised(form: str, dtype: str, rows: int, overlap: bool) -> None:
     """Run all products with a weight of few bits."""
     n, k, experts = 512, 1024, 4
 
-    def codes(*first: int) -> Any:
-        kept = FORMATS[form]
-        shapes, of = kept.shapes((*first, n, k)), (kept.codes_dtype, kept.scales_dtype)
-        return quantised_products.Codes(*(empty(*s, dtype=d) for s, d in zip(shapes, of, strict=True)), n, kept.kernel)
+    def codes(*first: int) -> quantised_products.Codes:
+        return codes_of(form, *first, n, k)
 
     x, weight = empty(rows, k, dtype=dtype), codes()
     norm = (empty(k, dtype=dtype), 1e-6, True) if quantised_products.takes_norm(x) else None
@@ -262,12 +270,41 @@ def quantised(form: str, dtype: str, rows: int, overlap: bool) -> None:
             quantised_products.multiply(x, weight, gated=True)
             quantised_products.multiply(x, weight, parts=quantised_products.parts_of(x, weight))
             chosen = empty(2 * rows, dtype="int64")
-            quantised_products.multiply_experts(x, codes(experts), chosen, every=2, gated=True)
+            quantised_products.multiply_experts(x, codes(experts), quantised_products.Pairs(chosen, 2), gated=True)
         quantised_products.decoded(weight, x.dtype)
         quantised_products.decoded(codes(experts), x.dtype)
         quantised_products.decoded_rows(weight, empty(3, 5, dtype="int64"), x.dtype)
         if form == "fp8" and launching.is_hopper(x.device):  # the others have no such numbers
             quantised_products.round_rows(x)
+
+
+def experts(dtype: str, rows: int, scores: str, overlap: bool, form: str | None = None) -> None:
+    """Run a mixture of experts; form: that of the weights of its experts."""
+    kind = "swiglu" if scores == "softmax" else "relu2"
+    groups = {} if scores == "softmax" else {"groups": 4, "active_groups": 2, "scale": 2.5}
+    with torch.device("meta"):
+        layer = MixtureOfExperts(
+            256, 24, 4, 192, shared_size=192, shared_gate=scores == "softmax", scores=scores, kind=kind, **groups
+        )
+    layer = layer.to(getattr(torch, dtype)).requires_grad_(False)
+    layer.run_in_torch = None  # kernels serve it
+    x = empty(rows, 256, dtype=dtype)
+    with launching.overlapping() if overlap else nullcontext():
+        if form is None:
+            layer(x)
+        else:
+            weights = (codes_of(form, *y.shape) for y in (layer.experts_gate_up, layer.experts_down))
+            routing = mixture.Routing(4, scores == "sigmoid", **groups)
+            router = mixture.Router(layer.router.weight, layer.router_bias, None, routing)
+            made = mixture.Experts(*weights, kind)
+            outside = empty(rows, 256, dtype=dtype)
+            if mixture.takes_shared(x, coded=True):
+                own, outside = (codes_of(form, *y.shape[1:]) for y in (layer.experts_gate_up, layer.experts_down)), None
+                made = made._replace(shared=tuple(own))
+            assert mixture.serves(x, router, made)
+            mixture.mix(x, router, made, outside)
+    if form is None and dtype == "bfloat16":
+        grouping.sort(empty(rows, 4, dtype="int32"), 24)
 
 
 def memory(name: str, backward: bool, d: int) -> None:
@@ -310,4 +347,4 @@ def broken() -> None:
     launching.start(move_pointer, (1,))(None, GIVEN=False)
 
 
-CALLS = {f.__name__: f for f in (rule, ahead, decode, layer, step, quantised, memory, broken)}
+CALLS = {f.__name__: f for f in (rule, ahead, decode, layer, step, quantised, experts, memory, broken)}

@@ -190,17 +190,19 @@ def _number(t, tile, TILES: gl.constexpr, GATED: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows"])
 def multiply_quantised_rows(
-    codes, scales, x, norm, experts, bias, residual, taps, past, y, rows, eps,
+    codes, scales, x, norm, experts, bias, residual, taps, past, y, members, own_codes, own_scales,
+    rows, eps,
     N: gl.constexpr, K: gl.constexpr, R: gl.constexpr, ONE: gl.constexpr, BITS: gl.constexpr, FP8: gl.constexpr,
     C: gl.constexpr, WK: gl.constexpr, WM: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, SHIFT: gl.constexpr,
-    GATED: gl.constexpr, EVERY: gl.constexpr, CHANNELS: gl.constexpr, SIZE: gl.constexpr, OVERLAP: gl.constexpr,
-    num_warps: gl.constexpr,
+    GATED: gl.constexpr, EVERY: gl.constexpr, EXPERTS: gl.constexpr, CHANNELS: gl.constexpr, SIZE: gl.constexpr,
+    OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """32 WM channels of y `rows N` (GATED: 16 WM; SPLIT > 1: of one part of it, float32 `SPLIT rows N`).
 
     codes are words of 4 bytes; operations whose argument is None are skipped. ONE: there is one row, which may have a
-    norm. experts, with
-    ONE: row i of y is that of row i / EVERY of x and of weight experts[i] of many. The first CHANNELS channels are
+    norm. experts, with ONE: row i of y is that of row i / EVERY of x and of weight experts[i] of many. With members
+    `blocks R` instead: those are the rows i of block b, all of weight experts[b], and -1 is none; a block of expert -1
+    has none. Expert EXPERTS has the codes own_codes and own_scales, if they are given. The first CHANNELS channels are
     convolved with taps `CHANNELS SIZE` after past `rows CHANNELS SIZE-1`.
     """
     gl.static_assert(num_warps == WK * WM)
@@ -227,11 +229,22 @@ def multiply_quantised_rows(
         pair = gl.program_id(1)
         if OVERLAP:
             overlap()
-        expert = gl.load(experts + pair).to(gl.int64) * ((2 if GATED else 1) * TILES)
+        expert = gl.load(experts + pair).to(gl.int64)
+        if members is not None:
+            if expert < 0:
+                return
+            members += pair * R
+        else:
+            x += (pair // EVERY).to(gl.int64) * K
+            y += pair.to(gl.int64) * N
+        if own_codes is not None:
+            own = expert == EXPERTS
+            codes = gl.where(own, own_codes, codes)
+            scales = gl.where(own, own_scales, scales)
+            expert = gl.where(own, 0, expert)
+        expert *= (2 if GATED else 1) * TILES
         codes += expert * (G * WORDS)
         scales += expert * SCALES
-        x += (pair // EVERY).to(gl.int64) * K
-        y += pair.to(gl.int64) * N
 
     copy_w: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 8 // BITS, BITS, 4], [num_warps, 1, 1, 1], [3, 2, 1, 0])
     copy_f: gl.constexpr = gl.BlockedLayout([1, 1, 4], [4, 2, 4], [num_warps, 1, 1], [2, 1, 0])
@@ -286,11 +299,20 @@ def multiply_quantised_rows(
         ring_x = gl.allocate_shared_memory(dtype, [STAGES, GC, R, 32], packed)
         g_x = _arange(GC, 0, copy_x)
         r_x = _arange(R, 1, copy_x)
-        at_x = x + (r_x * K + g_x * 32 + _arange(32, 2, copy_x))
-        there = gl.where(r_x < rows, g_x, G)  # missing rows are treated as missing groups
+        if members is not None:
+            row_x = gl.load(members + r_x)
+            at_x = x + ((gl.maximum(row_x, 0) // EVERY).to(gl.int64) * K + g_x * 32 + _arange(32, 2, copy_x))
+            there = gl.where(row_x >= 0, g_x, G)
+        else:
+            at_x = x + (r_x * K + g_x * 32 + _arange(32, 2, copy_x))
+            there = gl.where(r_x < rows, g_x, G)  # missing rows are treated as missing groups
         for s in gl.static_range(STAGES - 1):
             _fetch(ring_x, at_x, start + s * GC, limit, there, s, 32)
             async_copy.commit_group()
+    if members is not None:
+        r = gl.load(members + r)
+        has = (n < N) & (r >= 0)
+        r = r.to(gl.int64)
     if residual is not None:
         added = gl.load(residual + r * N + n, mask=has, other=0.0).to(gl.float32)
 

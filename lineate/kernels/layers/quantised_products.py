@@ -14,6 +14,7 @@ from torch import Tensor
 from lineate.kernels.coded import CodedKernel
 from lineate.kernels.launching import ceil_div, is_hopper, multiprocessors, next_power, overlap_options, start
 from lineate.kernels.layers import quantised as kernels
+from lineate.kernels.layers.grouping import Groups
 from lineate.kernels.layers.ops import KERNEL_DTYPES, SIZES
 from lineate.kernels.layers.products import WIDEST, Convolution, Norm
 
@@ -118,17 +119,36 @@ def multiply(
     return _launch(x, weight, (bias, norm, convolution, residual), gated=gated, parts=parts)
 
 
-def multiply_experts(x: Tensor, weight: Codes, experts: Tensor, *, every: int, gated: bool) -> Tensor:
+class Pairs(NamedTuple):
+    """Rows that are multiplied by the weights of experts.
+
+    Args:
+        experts: The expert of each pair, `pairs`.
+        every: Pairs of a row of x.
+        groups: The pairs in blocks of 8, 16, 32 or 64 of an expert, whose weights are then read once for a block, where
+            uses_tensor_cores(x); None: each pair reads them. The results have the same bits.
+        shared: The weight `n k` of one more expert, where uses_tensor_cores(x); or None.
+    """
+
+    experts: Tensor
+    every: int
+    groups: Groups | None = None
+    shared: Codes | None = None
+
+
+def multiply_experts(
+    x: Tensor, weight: Codes, pairs: Pairs, *, gated: bool = False, shape: dict[str, int] | None = None
+) -> Tensor:
     """Return row i / every of x times weight experts[i], `pairs n`.
 
     Args:
-        x: `tokens k`.
+        x: `tokens k`, dense.
         weight: Of all experts, `experts n k`; gated: `experts 2n k`.
-        experts: `pairs`.
-        every: Pairs of a row of x.
+        pairs: The experts of the rows.
         gated: Whether the result is silu(first half) * second half, where takes_gate(weight).
+        shape: C, WK, WM and STAGES of multiply_quantised_rows; None: those that were measured.
     """
-    return _launch(x, weight, (None, None, None, None), gated=gated, experts=experts.contiguous(), every=every)
+    return _launch(x, weight, (None, None, None, None), gated=gated, pairs=pairs, shape=shape)
 
 
 def _launch(
@@ -138,11 +158,12 @@ def _launch(
     *,
     gated: bool,
     parts: int = 1,
-    experts: Tensor | None = None,
-    every: int = 1,
+    pairs: Pairs | None = None,
+    shape: dict[str, int] | None = None,
 ) -> Tensor:
     bias, norm, convolution, residual = around
     n, k, bits = weight.rows // 2 if gated else weight.rows, weight.columns, weight.bits
+    experts, every, groups, shared = (None, 1, None, None) if pairs is None else pairs
     rows = x.shape[0] if experts is None else experts.shape[0]
     taps, past = (None, None) if convolution is None else convolution
     assert taps is None or (taps.shape[1] in SIZES and taps.is_contiguous())
@@ -155,20 +176,25 @@ def _launch(
         "EVERY": every, "CHANNELS": 0 if taps is None else taps.shape[0], "SIZE": 1 if taps is None else taps.shape[1],
         **overlap_options(x.device),
     }  # fmt: skip
-    tensors = words, weight.scales, x, scale, experts, bias, residual, taps, past, y
+    blocks = experts if groups is None else groups.blocks
+    tensors = words, weight.scales, x, scale, blocks, bias, residual, taps, past, y
     with torch.cuda.device_of(x):
         if uses_tensor_cores(x):
             from lineate.kernels.hopper.quantised_rows import multiply_quantised_rows
 
             assert norm is None or rows == 1
-            # The number of experts' rows must not choose the shape: a row's sums would be added in another order.
-            alone = experts is None and ceil_div(n, 16 if gated else 32) <= multiprocessors(x.device)
-            shape = _shape(1 if experts is not None else rows, weight, alone)
+            if experts is None:
+                shape = _shape(rows, weight, ceil_div(n, 16 if gated else 32) <= multiprocessors(x.device))
+            else:
+                shape = _shape_of_experts(weight, 1 if groups is None else groups.size, shape)
             warps = shape["WK"] * shape["WM"]
-            grid = ceil_div(n, (16 if gated else 32) * shape["WM"]) * parts, 1 if experts is None else rows
-            start(multiply_quantised_rows, grid)(
-                *tensors, 1 if experts is not None else rows, eps, **shape, SPLIT=parts, **constants, num_warps=warps
-            )
+            tiles = ceil_div(n, (16 if gated else 32) * shape["WM"])
+            own = None if shared is None else shared.codes.view(torch.int32), None if shared is None else shared.scales
+            start(multiply_quantised_rows, (tiles * parts, 1 if blocks is None else blocks.shape[0]))(
+                *tensors, None if groups is None else groups.members, *own, 1 if experts is not None else rows, eps,
+                **shape, SPLIT=parts, EXPERTS=0 if experts is None else weight.codes.shape[0], **constants,
+                num_warps=warps,
+            )  # fmt: skip
         else:
             block = min(512, next_power(k // 32 * bits))
             start(kernels.multiply_quantised, (ceil_div(n, 16), rows))(
@@ -207,6 +233,30 @@ def _shape(rows: int, weight: Codes, alone: bool) -> dict[str, int]:
     kept = 2 * 32 * groups * next_power(ceil_div(k // 32, groups)) if rows == 1 else 0
     stages = max(2, min(most, ((2 * SHARED if alone else SHARED) - kept) // stage, 1 + ceil_div(k // 32, groups)))
     return {"R": width, "ONE": rows == 1, "C": chunk, "WK": warps, "WM": pairs, "STAGES": stages}
+
+
+def _shape_of_experts(weight: Codes, rows: int, own: dict[str, int] | None) -> dict[str, int]:
+    """Return the configuration of multiply_quantised_rows for blocks of so many pairs of an expert; 1: for a pair.
+
+    Neither the number of pairs nor that of rows may choose C or WK: a row's sums would be added in another order.
+
+    int8 on an H200, us with 8 and 512 pairs of 256 experts (n x k; C, WK, WM, STAGES):
+
+                                 2, 2, 1, 3    2, 4, 1, 3    4, 4, 1, 5    1, 8, 1, 3
+        1024 x 2048, gated         8.8, 119     11.0, 125      9.1, 169     12.1, 183
+        2048 x 512                 6.3,  72      6.9, 101      6.9, 100     11.4, 207
+    """
+    shape = {"C": 2, "WK": 2, "WM": 1, "STAGES": 3} if own is None else dict(own)
+    while shape["WK"] > 1 and shape["WK"] > weight.columns // 32:
+        shape["WK"] //= 2
+    while shape["C"] > 1 and shape["C"] * shape["WK"] > weight.columns // 32:
+        shape["C"] //= 2
+    groups = shape["C"] * shape["WK"]
+    steps = ceil_div(weight.columns // 32, groups)
+    codes = 2 * shape["WM"] * (64 * weight.bits + 16 * weight.scales.itemsize)
+    kept, each = (64 * groups * next_power(steps), 0) if rows == 1 else (0, 64 * rows)
+    stages = max(2, min(shape["STAGES"], (SHARED - kept) // (groups * (codes + each)), 1 + steps))
+    return shape | {"R": max(8, rows), "ONE": rows == 1, "STAGES": stages}
 
 
 # ---- decoded weights

@@ -1,0 +1,218 @@
+"""The products of a mixture of experts, whose weights are read in place.
+
+    h_p = silu(G_e x_t) U_e x_t, or relu(U_e x_t)^2      for each pair p of a token t and an expert e
+    o_p = D_e h_p
+    y_t = sum_p w_p o_p                                   over the pairs of token t, in their order
+
+Each product is one launch. A program multiplies a block of pairs of one expert (grouping.py) by a tile of the expert's
+rows, so that each weight is read once for all pairs of a block; pairs that the block does not have are zeros. The last
+pair of a token may be a shared expert, whose weights are separate tensors. All sums are float32, in an order that
+depends neither on other pairs nor on their number, as long as the configuration is the same.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lineate.kernels.launching import ceil_div, next_power, overlap_options, start
+from lineate.kernels.layers.grouping import Groups
+from lineate.kernels.layers.rows import _sigmoid
+
+GATED = {"swiglu": 1, "relu2": 2}
+"""What multiply_blocks does with a product: 0 is nothing."""
+
+
+@triton.jit(do_not_specialize=["begin"])
+def multiply_blocks(
+    x, weight, shared, blocks, members, y, begin,
+    N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, EVERY: tl.constexpr, KIND: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, EXACT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Rows p of y `pairs N` for one block of pairs and BN channels, from rows p / EVERY of x `tokens K`.
+
+    weight is `EXPERTS N K` (KIND 1: `EXPERTS 2N K`) of the experts from `begin` on; other blocks are left out. Expert
+    begin + EXPERTS is `shared`, if there is one. KIND 1: silu(first half) second half; 2: relu^2. Without members,
+    block b has pair b. SWAP: the product is computed as weight x^T.
+    """
+    TILES: tl.constexpr = (N + BN - 1) // BN
+    HALVES: tl.constexpr = 2 if KIND == 1 else 1
+    BW: tl.constexpr = HALVES * BN
+    block = tl.program_id(0) // TILES
+    tile = tl.program_id(0) % TILES
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert = tl.load(blocks + block) - begin
+    if (expert >= 0) & (expert < EXPERTS + (0 if shared is None else 1)):
+        m = tl.arange(0, BM)
+        if members is None:
+            pair = tl.where(m == 0, block, -1)
+        else:
+            pair = tl.load(members + block * BM + m)
+        token = tl.maximum(pair, 0) // EVERY
+        n = tl.arange(0, BW)  # KIND 1: gate and factor of a channel are neighbours
+        row = tile * BN + n // HALVES
+        w = weight + expert.to(tl.int64) * (HALVES * N * K)
+        if shared is not None:
+            w = tl.where(expert == EXPERTS, shared, w)
+        k = tl.arange(0, BK)
+        has = row < N
+        if SWAP:
+            at_w = w + (row + n % HALVES * N)[:, None].to(tl.int64) * K + k[None, :]
+            at_x = x + token[None, :].to(tl.int64) * K + k[:, None]
+            total = tl.zeros((BW, BM), tl.float32)
+        else:
+            at_w = w + (row + n % HALVES * N)[None, :].to(tl.int64) * K + k[:, None]
+            at_x = x + token[:, None].to(tl.int64) * K + k[None, :]
+            total = tl.zeros((BM, BW), tl.float32)
+        for first in range(0, K, BK):
+            if SWAP:
+                mask_w = has[:, None] & (first + k < K)[None, :]
+                mask_x = (pair >= 0)[None, :] & (first + k < K)[:, None]
+            else:
+                mask_w = has[None, :] & (first + k < K)[:, None]
+                mask_x = (pair >= 0)[:, None] & (first + k < K)[None, :]
+            if K % BK == 0 and N % BN == 0:
+                b = tl.load(at_w + first)
+            else:
+                b = tl.load(at_w + first, mask=mask_w, other=0.0)
+            a = tl.load(at_x + first, mask=mask_x, other=0.0)
+            if SWAP:
+                total = tl.dot(b, a, total, input_precision="ieee" if EXACT else "tf32")
+            else:
+                total = tl.dot(a, b, total, input_precision="ieee" if EXACT else "tf32")
+        if SWAP:
+            total = tl.trans(total)
+        if KIND == 1:
+            gate, up = tl.split(tl.reshape(total, (BM, BN, 2)))
+            total = gate * _sigmoid(gate) * up
+        elif KIND == 2:
+            total = tl.maximum(total, 0.0)
+            total *= total
+        c = tile * BN + tl.arange(0, BN)
+        at = tl.maximum(pair, 0)[:, None].to(tl.int64) * N + c[None, :]
+        tl.store(y + at, total.to(y.dtype.element_ty), mask=(pair >= 0)[:, None] & (c < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def add_pairs(
+    parts, weights, places, shared, y, rows, WIDTH: tl.constexpr, PAIRS: tl.constexpr, N: tl.constexpr,
+    BN: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """BN channels of a row of y `rows N`: the sum of weights `rows WIDTH` times parts `rows PAIRS N`.
+
+    With places `rows PAIRS`, parts lie there. With shared `rows N`, it is the last summand, with the last weight.
+    """
+    TILES: tl.constexpr = (N + BN - 1) // BN
+    row = (tl.program_id(0) // TILES).to(tl.int64)
+    n = tl.program_id(0) % TILES * BN + tl.arange(0, BN)
+    has = n < N
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros((BN,), tl.float32)
+    for i in tl.static_range(PAIRS):
+        place = row * PAIRS + i
+        if places is not None:
+            place = tl.load(places + place).to(tl.int64)
+        found = tl.load(parts + place * N + n, mask=has, other=0.0).to(tl.float32)
+        total += tl.load(weights + row * WIDTH + i) * found
+    if shared is not None:
+        found = tl.load(shared + row * N + n, mask=has, other=0.0).to(tl.float32)
+        total += tl.load(weights + row * WIDTH + (WIDTH - 1)) * found
+    tl.store(y + row * N + n, total.to(y.dtype.element_ty), mask=has)
+
+
+@triton.jit
+def activate_pairs(x, y, N: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, OVERLAP: tl.constexpr):
+    """BN channels of a row of y `pairs N`, from x `pairs 2N` (KIND 1) or `pairs N` (2)."""
+    TILES: tl.constexpr = (N + BN - 1) // BN
+    row = (tl.program_id(0) // TILES).to(tl.int64)
+    n = tl.program_id(0) % TILES * BN + tl.arange(0, BN)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    if KIND == 1:
+        gate = tl.load(x + row * (2 * N) + n, mask=n < N, other=0.0).to(tl.float32)
+        up = tl.load(x + row * (2 * N) + N + n, mask=n < N, other=0.0).to(tl.float32)
+        found = gate * _sigmoid(gate) * up
+    else:
+        found = tl.maximum(tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32), 0.0)
+        found *= found
+    tl.store(y + row * N + n, found.to(y.dtype.element_ty), mask=n < N)
+
+
+class Weights(NamedTuple):
+    """The weights of experts, dense, in the dtype of the tokens.
+
+    Args:
+        experts: `experts n k`.
+        shared: `n k` of the shared expert, or None.
+        kind: "swiglu" or "relu2" for the first product of experts; None for the second one.
+        begin: The number of the first of these experts; the pairs of others are left out.
+    """
+
+    experts: Tensor
+    shared: Tensor | None
+    kind: str | None
+    begin: int = 0
+
+
+def multiply(
+    x: Tensor, weights: Weights, groups: Groups, y: Tensor, *, every: int, tile: dict[str, int]
+) -> None:  # fmt: skip
+    """Write the products of pairs into y `pairs n`; pair p has row p / every of x `tokens k`.
+
+    Args:
+        x: Dense.
+        weights: Of the experts.
+        groups: The pairs by expert.
+        y: Dense.
+        every: Pairs of a row of x.
+        tile: The configuration of the kernel; BM is groups.size, or at least 16.
+    """
+    assert groups.members is None or tile["BM"] == groups.size
+    count, n, k = weights.experts.shape
+    n = n // 2 if weights.kind == "swiglu" else n
+    start(multiply_blocks, (ceil_div(n, tile["BN"]) * groups.blocks.numel(),))(
+        x, weights.experts, weights.shared, groups.blocks, groups.members, y, weights.begin,
+        N=n, K=k, EXPERTS=count, EVERY=every, KIND=0 if weights.kind is None else GATED[weights.kind],
+        EXACT=x.dtype is torch.float32, **tile, **overlap_options(x.device),
+    )  # fmt: skip
+
+
+def add(
+    parts: Tensor, weights: Tensor, y: Tensor, *, places: Tensor | None = None, shared: Tensor | None = None
+) -> None:
+    """Write the weighted sum of parts into y `rows n`.
+
+    Args:
+        parts: `rows pairs n`, dense; or with places any number of rows `n`.
+        weights: `rows pairs`, float32; with shared one more column.
+        y: Dense.
+        places: The rows of parts, `rows pairs` int32; None: in order.
+        shared: `rows n`, dense: the last summand.
+    """
+    rows, width = weights.shape
+    n = parts.shape[-1]
+    block = min(next_power(n), 256 if rows <= 64 else 1024)
+    start(add_pairs, (rows * ceil_div(n, block),))(
+        parts, weights, places, shared, y, rows, WIDTH=width, PAIRS=width - (shared is not None), N=n, BN=block,
+        num_warps=max(1, min(4, block // 256)), **overlap_options(parts.device),
+    )  # fmt: skip
+
+
+def activate(x: Tensor, kind: str) -> Tensor:
+    """Return silu(first half) second half, or with kind "relu2" relu(x)^2, of each row of x, dense."""
+    rows, n = x.shape[0], x.shape[1] // (2 if kind == "swiglu" else 1)
+    y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    block = min(1024, next_power(n))
+    start(activate_pairs, (rows * ceil_div(n, block),))(
+        x, y, N=n, KIND=GATED[kind], BN=block, num_warps=max(1, min(4, block // 256)), **overlap_options(x.device)
+    )
+    return y

@@ -1,0 +1,141 @@
+"""Groups pairs of a token and an expert by expert, on the device and without waiting for it.
+
+A block has up to BM pairs of one expert, so that a program reads the weights of the expert once for all of them:
+
+    blocks     `count`       the expert of each block, in ascending order; -1: there is no such block
+    members    `count BM`    the pairs of each block, in ascending order; -1: there is none
+    places     `pairs`       the position of each pair in members
+
+The shapes depend on the number of pairs alone. A program has an expert and reads all pairs, CHUNK at a time; more than
+FEW_PAIRS pairs are counted by another launch before it.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lineate.kernels.launching import next_power, overlap_options, start
+
+FEW_PAIRS = 1024
+"""The most pairs that every program counts."""
+CHUNK = 2048
+"""Pairs that a program reads at a time."""
+
+
+class Groups(NamedTuple):
+    """Pairs grouped by expert, in int32.
+
+    Args:
+        blocks: `count`.
+        members: `count size`, undefined where there is no block; None: block b has pair b alone, and blocks are the
+            chosen experts of the pairs.
+        size: The most pairs of a block.
+    """
+
+    blocks: Tensor
+    members: Tensor | None
+    size: int
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def count_pairs(chosen, counts, pairs, BP: tl.constexpr, OVERLAP: tl.constexpr):
+    """Count the pairs of one expert: counts `experts`."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    i = tl.arange(0, BP)
+    found = tl.zeros((BP,), tl.int32)
+    for first in range(0, pairs, BP):
+        own = tl.load(chosen + first + i, mask=first + i < pairs, other=-1)
+        found += (own == tl.program_id(0)).to(tl.int32)
+    tl.store(counts + tl.program_id(0), tl.sum(found, 0))
+
+
+@triton.jit(do_not_specialize=["pairs", "count"])
+def place_pairs(
+    chosen, counts, blocks, members, places, ends, pairs, count,
+    EXPERTS: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Place the pairs of one expert: its blocks and members, after those of the experts before it.
+
+    Without counts there are at most BP pairs, which every program counts. BM = 1: members are the sorted pairs, and
+    ends `EXPERTS` say where an expert's end. places `pairs` may be None.
+    """
+    expert = tl.program_id(0)
+    i = tl.arange(0, BP)
+    e = tl.arange(0, BE)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    if counts is None:
+        many = tl.histogram(tl.load(chosen + i, mask=i < pairs, other=BE - 1), BE)  # there is no expert BE - 1
+    else:
+        many = tl.load(counts + e, mask=e < EXPERTS, other=0)
+    begin = tl.sum(tl.where(e < expert, (many + BM - 1) // BM, 0), 0)
+    own = tl.sum(tl.where(e == expert, many, 0), 0)
+    if BM == 1:
+        tl.store(ends + expert, begin + own)
+    else:
+        after = begin + (own + BM - 1) // BM
+        for first in range(begin, after, BE):
+            tl.store(blocks + first + e, expert, mask=first + e < after)
+        if expert == EXPERTS - 1:
+            for first in range(after, count, BE):
+                tl.store(blocks + first + e, -1, mask=first + e < count)
+        m = begin * BM + own + tl.arange(0, BM)
+        tl.store(members + m, -1, mask=m < after * BM)
+    done = begin * BM
+    for first in range(0, pairs, BP):
+        mine = (tl.load(chosen + first + i, mask=first + i < pairs, other=-1) == expert).to(tl.int32)
+        place = done + tl.cumsum(mine, 0) - mine
+        tl.store(members + place, first + i, mask=mine > 0)
+        if places is not None:
+            tl.store(places + first + i, place, mask=mine > 0)
+        done += tl.sum(mine, 0)
+
+
+def most_blocks(pairs: int, experts: int, size: int) -> int:
+    """Return the most blocks that pairs can have: one for each expert, and one more for each further `size` pairs."""
+    used = min(pairs, experts)
+    return used + (pairs - used) // size
+
+
+def group(chosen: Tensor, experts: int, size: int) -> Groups:
+    """Return the pairs of chosen `rows width`, int32, in blocks of up to `size`; pair i is chosen.flatten()[i].
+
+    Args:
+        chosen: Experts below `experts`, dense.
+        experts: How many there are.
+        size: The most pairs of a block, a power of two from 2 on.
+    """
+    count = most_blocks(chosen.numel(), experts, size)
+    blocks = torch.empty(count, dtype=torch.int32, device=chosen.device)
+    members = torch.empty(count, size, dtype=torch.int32, device=chosen.device)
+    _place(chosen, experts, size, (blocks, members, None, None))
+    return Groups(blocks, members, size)
+
+
+def sort(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the pairs of chosen `rows width`, int32, sorted by expert, each pair's place, and where experts end."""
+    order, places = (torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device) for _ in range(2))
+    ends = torch.empty(experts, dtype=torch.int32, device=chosen.device)
+    _place(chosen, experts, 1, (None, order, places, ends))
+    return order, places, ends
+
+
+def _place(chosen: Tensor, experts: int, size: int, made: tuple[Tensor | None, ...]) -> None:
+    """Fill the tensors made: blocks, members, places and ends."""
+    pairs, overlap = chosen.numel(), overlap_options(chosen.device)
+    counts, block, warps = None, max(16, next_power(pairs)), 4
+    if pairs > FEW_PAIRS:
+        counts, block, warps = torch.empty(experts, dtype=torch.int32, device=chosen.device), CHUNK, 8
+        start(count_pairs, (experts,))(chosen, counts, pairs, BP=block, num_warps=warps, **overlap)
+    blocks = made[0]
+    start(place_pairs, (experts,))(
+        chosen, counts, *made, pairs, 0 if blocks is None else blocks.shape[0],
+        EXPERTS=experts, BM=size, BE=next_power(experts + 1), BP=block, num_warps=warps, **overlap,
+    )  # fmt: skip

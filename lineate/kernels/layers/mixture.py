@@ -1,0 +1,277 @@
+"""A mixture of experts without gradients: routing, grouping, two products and a sum, without waiting for the device.
+
+| rows | weights of 16 or 32 bits | weights in codes |
+|---|---|---|
+| 1 .. ALONE | every pair of a token and an expert reads its weights (experts.py) | likewise (quantised_products.py) |
+| .. FEW | a block of pairs of one expert reads its weights once, in the same configuration | likewise on Hopper |
+| .. MOST_CODED | blocks of more pairs | blocks of more pairs on Hopper |
+| more | blocks of more pairs | likewise; experts are decoded, some at a time |
+
+Up to FEW rows, a row's bits do not depend on the other rows nor on their number. With more rows they do not depend on
+the other rows, as long as the number of rows selects the same configuration.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineate.kernels.launching import next_power
+from lineate.kernels.layers import experts, quantised_products
+from lineate.kernels.layers.experts import Weights
+from lineate.kernels.layers.grouping import Groups, group, sort
+from lineate.kernels.layers.ops import KERNEL_DTYPES
+from lineate.kernels.layers.quantised_products import Codes
+from lineate.kernels.layers.routing import FEW, Routing, choose, fits, score
+from lineate.kernels.tape import launch
+from lineate.torch_ops.tracing import PLAIN_TENSORS
+
+ALONE = 1
+"""Up to this many rows, pairs are not grouped: no two of them have the same expert."""
+INSIDE = 512
+"""Up to this many rows a shared expert is one more expert; more rows are multiplied by torch."""
+MOST_CODED = 512
+"""The most rows that are multiplied by codes; for more, experts are decoded."""
+DECODED = 2**28
+"""Elements of experts that are decoded at a time."""
+Tile = dict[str, int]
+Weight = Tensor | Codes
+
+
+class Router(NamedTuple):
+    """The router of a mixture.
+
+    Args:
+        weight: `experts k`.
+        bias: `experts`, of sigmoid scores; or None.
+        gate: `1 k`, of the shared expert; or None.
+        routing: How experts are chosen.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    gate: Tensor | None
+    routing: Routing
+
+
+class Experts(NamedTuple):
+    """The weights of a mixture: all dense in the dtype of the tokens, or all in codes.
+
+    Args:
+        gate_up: `experts 2n k`, or with kind "relu2" `experts n k`.
+        down: `experts k n`.
+        kind: "swiglu" or "relu2".
+        shared: The two weights of a shared expert of the same size, or None.
+    """
+
+    gate_up: Weight
+    down: Weight
+    kind: str
+    shared: tuple[Weight, Weight] | None = None
+
+
+class Tiles(NamedTuple):
+    """The configurations of the two products; BM is the same.
+
+    Args:
+        enter: Of the product with gate_up.
+        leave: Of the product with down.
+    """
+
+    enter: Tile
+    leave: Tile
+
+
+def serves(tokens: Tensor, router: Router, made: Experts) -> bool:
+    """Whether `mix` supports these tokens `rows k` and weights, none of which needs a gradient."""
+    if tokens.dtype not in KERNEL_DTYPES or not tokens.shape[0] or not fits(router.routing, router.weight.shape[0]):
+        return False
+    if not _are_plain(tokens, router.weight, router.gate):
+        return False
+    weights = (made.gate_up, made.down, *(made.shared or ()))
+    if any(isinstance(x, Codes) for x in weights):
+        return all(isinstance(x, Codes) and _serves_codes(tokens, x) for x in weights) and (
+            made.shared is None or takes_shared(tokens, coded=True)
+        )
+    return _are_plain(tokens, *weights)
+
+
+def takes_shared(tokens: Tensor, coded: bool) -> bool:
+    """Whether a shared expert may be one of the experts of so many tokens."""
+    return tokens.shape[0] <= (_most_coded(tokens) if coded else INSIDE) and (
+        not coded or quantised_products.uses_tensor_cores(tokens)
+    )
+
+
+def _are_plain(tokens: Tensor, *weights: Weight | None) -> bool:
+    """Whether weights are dense and have the dtype of the tokens."""
+    return all(
+        x is None or (type(x) in PLAIN_TENSORS and x.dtype is tokens.dtype and x.is_contiguous())  # type: ignore
+        for x in weights
+    )
+
+
+def _serves_codes(tokens: Tensor, weight: Codes) -> bool:
+    if not (weight.codes.is_contiguous() and weight.scales.is_contiguous()):
+        return False
+    if weight.codes.data_ptr() % 16 or weight.scales.data_ptr() % 16:
+        return False
+    return tokens.shape[0] <= _most_coded(tokens) or weight.rows % 16 == 0  # decoded rows are whole tiles
+
+
+def _most_coded(tokens: Tensor) -> int:
+    """Return how many rows are multiplied by codes."""
+    return MOST_CODED if quantised_products.uses_tensor_cores(tokens) else FEW
+
+
+def mix(tokens: Tensor, router: Router, made: Experts, shared: Tensor | None = None) -> Tensor:
+    """Return the weighted sum of each token's experts and the shared one, `rows k`, where `serves`.
+
+    Args:
+        tokens: `rows k`.
+        router: Chooses the experts.
+        made: Their weights.
+        shared: The output of a shared expert that `made` does not have, `rows k`, before its gate.
+    """
+    tokens = tokens.contiguous()
+    y = torch.empty_like(tokens)
+    shared = None if shared is None else shared.contiguous()
+
+    def run() -> None:
+        logits = score(tokens, router.weight, router.gate)
+        weights, chosen = choose(
+            logits, router.bias, router.routing, experts=router.weight.shape[0],
+            rounded=torch.float32 if router.routing.sigmoid else tokens.dtype,
+            shared=shared is not None or made.shared is not None, named=made.shared is not None,
+        )  # fmt: skip
+        parts = products(tokens, chosen, made)
+        experts.add(parts, weights, y, shared=shared)
+
+    weights = made.gate_up, made.down, *(made.shared or ())
+    given = (tokens, *router[:3], *(x for weight in weights for x in _tensors(weight)), shared)
+    launch("experts", given, (y,), (router.routing, made.kind, made.shared is None, shared is None), run)
+    return y
+
+
+def _tensors(weight: Weight) -> tuple[Tensor, ...]:
+    return (weight.codes, weight.scales) if isinstance(weight, Codes) else (weight,)
+
+
+def products(tokens: Tensor, chosen: Tensor, made: Experts, tiles: Tiles | None = None) -> Tensor:
+    """Return the outputs of the chosen experts, `rows width k`; the last column of chosen may be the shared one.
+
+    Args:
+        tokens: `rows k`, dense.
+        chosen: `rows width`, int32, dense.
+        made: The weights.
+        tiles: The configuration of the products of weights of 16 or 32 bits; None: the one for this number of rows.
+    """
+    (rows, k), width, coded = tokens.shape, chosen.shape[1], isinstance(made.gate_up, Codes)
+    if coded and rows <= _most_coded(tokens):
+        return _coded_products(tokens, chosen, made)
+    count = _tensors(made.gate_up)[0].shape[0]
+    n = made.down.columns if isinstance(made.down, Codes) else made.down.shape[2]
+    if tiles is None:
+        tiles = tiles_of(tokens, count, n, width)
+    groups = (
+        Groups(chosen.view(-1), None, 1)
+        if rows <= ALONE
+        else group(chosen, count + (made.shared is not None), tiles.enter["BM"])
+    )
+    hidden = tokens.new_empty(rows * width, n)
+    few = torch.float32 if rows <= FEW else tokens.dtype  # more rows would write as much as they read
+    parts = tokens.new_empty(rows * width, k, dtype=few)
+    own = (None, None) if made.shared is None else made.shared
+    for weight, begin in _slices(made.gate_up, tokens.dtype):
+        weights = Weights(weight, own[0], made.kind, begin)  # type: ignore[arg-type]
+        experts.multiply(tokens, weights, groups, hidden, every=width, tile=tiles.enter)
+    for weight, begin in _slices(made.down, tokens.dtype):
+        weights = Weights(weight, own[1], None, begin)  # type: ignore[arg-type]
+        experts.multiply(hidden, weights, groups, parts, every=1, tile=tiles.leave)
+    return parts.view(rows, width, k)
+
+
+def _slices(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:
+    """Yield a weight `experts n k`, or the decoded weights of some experts at a time, and the first one's number."""
+    if isinstance(weight, Tensor):
+        yield weight, 0
+        return
+    count = weight.codes.shape[0]
+    most = max(1, DECODED // (weight.rows * weight.columns))
+    each = max(n for n in range(1, min(count, most) + 1) if count % n == 0)  # the kernel is compiled for this number
+    for begin in range(0, count, each):
+        end = begin + each
+        own = Codes(weight.codes[begin:end], weight.scales[begin:end], weight.rows, weight.kernel)
+        yield quantised_products.decoded(own, dtype), begin
+
+
+def _coded_products(tokens: Tensor, chosen: Tensor, made: Experts) -> Tensor:
+    """Return the outputs of the chosen experts, whose weights are in codes."""
+    assert isinstance(made.gate_up, Codes) and isinstance(made.down, Codes)
+    rows, width = chosen.shape
+    groups = None
+    if rows > ALONE and quantised_products.uses_tensor_cores(tokens):
+        count = made.gate_up.codes.shape[0] + (made.shared is not None)
+        groups = group(chosen, count, 8 if rows <= FEW else 32)
+    gated = made.kind == "swiglu" and quantised_products.takes_gate(made.gate_up)
+    enter, leave = (None, None) if made.shared is None else made.shared
+    flat = chosen.view(-1)
+    pairs = quantised_products.Pairs(flat, width, groups, enter)  # type: ignore[arg-type]
+    hidden = quantised_products.multiply_experts(tokens, made.gate_up, pairs, gated=gated)
+    if not gated:
+        hidden = experts.activate(hidden, made.kind)
+    pairs = quantised_products.Pairs(flat, 1, groups, leave)  # type: ignore[arg-type]
+    return quantised_products.multiply_experts(hidden, made.down, pairs).view(rows, width, -1)
+
+
+def grouped_products(tokens: Tensor, chosen: Tensor, made: Experts) -> tuple[Tensor, Tensor]:
+    """Return the outputs of the chosen experts by torch's grouped product, `pairs k`, and where each pair's lies.
+
+    It takes longer than `products` on an H200, for all numbers of rows (bench/models/experts.py).
+
+    Args:
+        tokens: `rows k`, dense, in bfloat16.
+        chosen: `rows width`, int32, dense, without a shared expert.
+        made: The weights, in bfloat16.
+    """
+    assert isinstance(made.gate_up, Tensor) and isinstance(made.down, Tensor)
+    order, places, ends = sort(chosen, made.gate_up.shape[0])
+    gathered = tokens.index_select(0, order // chosen.shape[1])
+    hidden = F.grouped_mm(gathered, made.gate_up.transpose(1, 2), offs=ends)
+    hidden = experts.activate(hidden, made.kind)
+    return F.grouped_mm(hidden, made.down.transpose(1, 2), offs=ends), places
+
+
+def tile(BM: int, BN: int, BK: int, warps: int, stages: int, swap: bool = False) -> Tile:
+    """Return a configuration of multiply_blocks."""
+    return {"BM": BM, "BN": BN, "BK": BK, "SWAP": swap, "num_warps": warps, "num_stages": stages}
+
+
+def tiles_of(tokens: Tensor, count: int, n: int, width: int) -> Tiles:
+    """Return the configurations for tokens `rows k`, each with `width` of `count` experts of n channels.
+
+    Up to FEW rows they are the same. us on an H200 of the two products, Qwen3.5-35B-A3B (k 2048, n 512, 256 experts):
+
+                     BM 64 (8 warps)    BM 128
+        4096 rows    406, 254           373, 223
+    """
+    rows, k = tokens.shape
+    mean = rows * width // count  # pairs of an expert
+    if tokens.dtype is torch.float32:
+        found = Tiles(tile(16, 16, 32, 4, 3), tile(16, 32, 32, 4, 3))
+    elif rows <= FEW:
+        found = Tiles(tile(16, 32, 128, 4, 3, swap=True), tile(16, 64, 128, 4, 3, swap=True))
+    elif mean <= 16:
+        found = Tiles(tile(32, 64, 64, 4, 4), tile(32, 128, 64, 4, 4))
+    elif mean <= 64:
+        found = Tiles(tile(64, 128, 64, 8, 4), tile(64, 128, 64, 8, 4))
+    else:
+        found = Tiles(tile(128, 128, 64, 8, 3), tile(128, 128, 64, 8, 3))
+    return Tiles(_narrowed(found.enter, n), _narrowed(found.leave, k))
+
+
+def _narrowed(tile: Tile, n: int) -> Tile:
+    """Return the configuration for a product with n channels, which may be fewer than those of a tile."""
+    return tile | {"BN": max(16, min(tile["BN"], next_power(n)))}

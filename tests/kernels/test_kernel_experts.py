@@ -1,0 +1,353 @@
+"""A mixture of experts by kernels: routing, grouping, products in place and their sum, compared with plain torch."""
+
+import importlib
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineate.layers import MixtureOfExperts
+from lineate.quantised import FORMATS, QuantisedWeight, quantize
+from tests.support.paths import BF16, GPU, INTERPRETER, ONE_EACH, PATHS, Path, param
+
+pytest.importorskip("triton")
+mixture = importlib.import_module("lineate.kernels.layers.mixture")
+grouping = importlib.import_module("lineate.kernels.layers.grouping")
+routing = importlib.import_module("lineate.kernels.layers.routing")
+experts = importlib.import_module("lineate.kernels.layers.experts")
+quantised_products = importlib.import_module("lineate.kernels.layers.quantised_products")
+pytestmark = pytest.mark.usefixtures("guarded_memory")
+BOUND = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+COUNT, ACTIVE = 12, 3
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "softmax, not renormalised": {"renormalize": False},
+    "sigmoid": {"scores": "sigmoid", "scale": 2.446},
+    "groups": {"scores": "sigmoid", "groups": 4, "active_groups": 2, "scale": 2.5},
+    "odd groups": {"scores": "sigmoid", "groups": 3, "active_groups": 2},
+}
+
+
+def layer_of(path: Path, hidden: int = 72, size: int = 20, **options: Any) -> MixtureOfExperts:
+    torch.manual_seed(0)
+    made = MixtureOfExperts(hidden, COUNT, ACTIVE, size, **options).requires_grad_(False)
+    if made.router_bias is not None:
+        made.router_bias.uniform_(-0.2, 0.2)
+    return made.to(path.dtype).to(path.device)
+
+
+def parts_of(layer: MixtureOfExperts, shared: bool = True) -> tuple[Any, Any]:
+    """Return the router and the experts as the kernels take them; shared: with the shared expert as one more."""
+    how = routing.Routing(
+        layer.active, layer.scores == "sigmoid", layer.renormalize, layer.scale, layer.groups, layer.active_groups
+    )
+    gate = None if layer.shared_gate is None else layer.shared_gate.weight.detach()
+    own = None
+    if shared and layer.shared is not None:
+        enter = layer.shared.gate_up_proj if layer.kind == "swiglu" else layer.shared.up_proj
+        own = enter.weight.detach(), layer.shared.down_proj.weight.detach()
+    router = mixture.Router(layer.router.weight.detach(), layer.router_bias, gate, how)
+    kept = mixture.Experts(layer.experts_gate_up.detach(), layer.experts_down.detach(), layer.kind, own)
+    return router, kept
+
+
+def draw(path: Path, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(path.dtype).to(path.device)
+
+
+def chosen_by(layer: MixtureOfExperts, x: Tensor) -> tuple[Tensor, Tensor]:
+    router, _ = parts_of(layer)
+    logits = routing.score(x, router.weight, None)
+    rounded = torch.float32 if router.routing.sigmoid else x.dtype
+    return routing.choose(logits, router.bias, router.routing, experts=layer.count, rounded=rounded)
+
+
+def plain(layer: MixtureOfExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Return the layer's output in float64 for these experts."""
+    x = x.double()
+
+    def feed(row: Tensor, enter: Tensor, leave: Tensor) -> Tensor:
+        made = enter.double() @ row
+        if layer.kind == "relu2":
+            return leave.double() @ made.relu().square()
+        gate, up = made.chunk(2)
+        return leave.double() @ (F.silu(gate) * up)
+
+    y = torch.zeros_like(x)
+    for t, row in enumerate(x):
+        for weight, e in zip(weights[t].double(), chosen[t].tolist(), strict=True):
+            y[t] += weight * feed(row, layer.experts_gate_up[e], layer.experts_down[e])
+    if layer.shared is not None:
+        enter = layer.shared.gate_up_proj if layer.kind == "swiglu" else layer.shared.up_proj
+        made = torch.stack([feed(row, enter.weight, layer.shared.down_proj.weight) for row in x])
+        opened = 1.0 if layer.shared_gate is None else (x @ layer.shared_gate.weight.double().T).sigmoid()
+        y += opened * made
+    return y
+
+
+def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    found, expected = found.double().cpu(), expected.double().cpu()
+    assert found.shape == expected.shape
+    assert float((found - expected).norm() / expected.norm()) < BOUND[dtype]
+
+
+# ---- routing
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("rows", [1, 7])
+def test_routing_is_that_of_the_layer(path, name, rows):
+    layer = layer_of(path, **ROUTERS[name])
+    x = draw(path, rows, 72)
+    weights, chosen = chosen_by(layer, x)
+    expected, theirs = layer.route(x)
+    close = {"rtol": 1e-5, "atol": 1e-6} if path.dtype is torch.float32 else {"rtol": 2e-2, "atol": 1e-3}
+    torch.testing.assert_close(weights, expected.float(), **close)
+    if path.dtype is torch.float32:  # bfloat16 has equal scores, of which torch chooses any
+        assert torch.equal(chosen.long(), theirs)
+    assert chosen.dtype is torch.int32 and weights.dtype is torch.float32
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_of_equal_scores_the_lowest_index_is_first(path, sigmoid):
+    logits = torch.tensor([[0.0, 1.0, -0.0, 1.0, 0.0, -3.0], [5.0] * 6, [-torch.inf] * 5 + [0.0], [0.0] * 6])
+    logits[3, 2] = torch.nan
+    how = routing.Routing(4, sigmoid, renormalize=False)
+    bias = torch.zeros(6, device=path.device) if sigmoid else None
+    given = logits[None].to(path.device)
+    _, chosen = routing.choose(given, bias, how, experts=6, rounded=torch.float32)
+    assert chosen.tolist() == [[1, 3, 0, 2], [0, 1, 2, 3], [5, 0, 1, 2], [2, 0, 1, 3]]
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+def test_a_shared_expert_is_the_last_column(path):
+    layer = layer_of(path, shared_size=20, shared_gate=True)
+    router, _ = parts_of(layer)
+    x = draw(path, 3, 72)
+    how = {"experts": COUNT, "rounded": x.dtype}
+    for named, gate in itertools.product((False, True), (None, router.gate)):
+        logits = routing.score(x, router.weight, gate)
+        weights, chosen = routing.choose(logits, None, router.routing, shared=True, named=named, **how)
+        alone, theirs = routing.choose(logits, None, router.routing, **how)
+        assert torch.equal(weights[:, :-1], alone) and torch.equal(chosen[:, :ACTIVE], theirs)
+        assert chosen.shape[1] == ACTIVE + named and (not named or chosen[:, -1].eq(COUNT).all())
+        opened = torch.ones(3, 1) if gate is None else (x.float() @ gate.float().T).sigmoid().cpu()
+        torch.testing.assert_close(weights[:, -1:].cpu(), opened, rtol=1e-5, atol=1e-6)
+
+
+def test_what_routing_supports():
+    assert routing.fits(routing.Routing(8, True, groups=8, active_groups=4), 256)
+    for how, count in (
+        (routing.Routing(3, False), 2),
+        (routing.Routing(1, True, groups=3), 8),
+        (routing.Routing(1, True, groups=4), 4),
+        (routing.Routing(5, True, groups=4, active_groups=1), 16),
+        (routing.Routing(1, False), 5000),
+    ):
+        assert not routing.fits(how, count)
+
+
+# ---- grouping
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize(
+    ("rows", "width", "count", "size"), [(1, 1, 1, 16), (5, 3, 40, 16), (64, 2, 7, 8), (90, 3, 5, 2), (800, 3, 37, 32)]
+)
+def test_groups_hold_every_pair_once(path, rows, width, count, size):
+    generator = torch.Generator().manual_seed(rows)
+    chosen = torch.randint(0, count, (rows, width), generator=generator, dtype=torch.int32).to(path.device)
+    blocks, members, kept = grouping.group(chosen, count, size)
+    flat, members = chosen.flatten().cpu(), members.cpu()
+    assert kept == size and len(blocks) == grouping.most_blocks(rows * width, count, size)
+    used = [e for e in blocks.tolist() if e >= 0]
+    assert used == sorted(used) and blocks.tolist() == used + [-1] * (len(blocks) - len(used))
+    found: dict[int, list[int]] = {e: [] for e in used}
+    for e, own in zip(used, members.tolist(), strict=False):
+        inside = [i for i in own if i >= 0]
+        assert inside and own == inside + [-1] * (size - len(inside)), "pairs come first"
+        assert len(found[e]) % size == 0, "a block before the last one of an expert is full"
+        found[e] += inside
+    assert found == {e: (flat == e).nonzero()[:, 0].tolist() for e in sorted(set(flat.tolist()))}
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize(("rows", "count"), [(1, 3), (700, 37)])
+def test_pairs_are_sorted_as_by_torch(path, rows, count):
+    chosen = torch.randint(0, count, (rows, 3), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    order, back, ends = (x.cpu().long() for x in grouping.sort(chosen.to(path.device), count))
+    flat = chosen.flatten().long()
+    assert torch.equal(order, flat.sort(stable=True)[1])
+    assert torch.equal(order[back], torch.arange(len(flat)))
+    assert torch.equal(ends, flat.bincount(minlength=count).cumsum(0))
+
+
+# ---- products
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_mixture_is_its_sum(path, kind, rows):
+    """With odd sizes, a shared expert inside and outside of the products, and experts without tokens."""
+    layer = layer_of(path, 72, 20, kind=kind, shared_size=20, shared_gate=kind == "swiglu")
+    x = draw(path, rows, 72)
+    expected = plain(layer, x, *chosen_by(layer, x))
+    for shared in (True, False) if rows < 70 else (True,):
+        router, made = parts_of(layer, shared)
+        assert mixture.serves(x, router, made)
+        outside = None if shared else layer.shared(x)
+        found = mixture.mix(x, router, made, outside)
+        assert found.dtype is x.dtype
+        assert_near(found, expected, path.dtype)
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
+def test_tiles_that_do_not_divide_the_sizes(path, swap, alone):
+    layer = layer_of(path, 72, 20, shared_size=20)
+    _, made = parts_of(layer)
+    x = draw(path, 3, 72)
+    chosen = torch.tensor([[0, 5, 12], [5, 11, 12], [5, 0, 12]], dtype=torch.int32, device=path.device)
+    tile = mixture.tile(16, 32, 32, 4, 3, swap=swap)
+    groups = grouping.Groups(chosen.flatten(), None, 1) if alone else grouping.group(chosen, 13, 16)
+    enter, leave = (
+        experts.Weights(weight, own, kind)
+        for weight, own, kind in zip((made.gate_up, made.down), made.shared, ("swiglu", None), strict=True)
+    )
+    hidden, found = x.new_empty(9, 20), x.new_empty(9, 72, dtype=torch.float32)
+    experts.multiply(x, enter, groups, hidden, every=3, tile=tile)
+    experts.multiply(hidden, leave, groups, found, every=1, tile=tile)
+    expected = []
+    for t, e in ((i // 3, e) for i, e in enumerate(chosen.flatten().tolist())):
+        first, second = made.shared if e == 12 else (made.gate_up[e], made.down[e])
+        gate, up = (first.double() @ x[t].double()).chunk(2)
+        expected.append(second.double() @ (F.silu(gate) * up))
+    assert_near(found, torch.stack(expected), path.dtype)
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+def test_no_row_changes_the_bits_of_another(path):
+    layer = layer_of(path, 72, 20, shared_size=20, shared_gate=True)
+    router, made = parts_of(layer)
+    x = draw(path, 21, 72)
+    found = mixture.mix(x, router, made)
+    assert torch.equal(found, mixture.mix(x, router, made)), "the bits changed"
+    for rows in ((0,), (20,), (3, 4), tuple(range(20, 2, -1))):
+        assert torch.equal(mixture.mix(x[list(rows)], router, made), found[list(rows)]), rows
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
+def test_weights_in_codes(path, form, kind, monkeypatch):
+    monkeypatch.setattr(mixture, "DECODED", 4 * 64 * 96)  # four experts at a time
+    layer = layer_of(path, 96, 32, kind=kind, scores="sigmoid")
+    codes = []
+    for name in ("experts_gate_up", "experts_down"):
+        weight = quantize(getattr(layer, name).float().cpu(), form)
+        assert isinstance(weight, QuantisedWeight)
+        setattr(layer, name, nn.Parameter(weight.decoded().to(path.device), requires_grad=False))
+        tiles = weight.codes.to(path.device), weight.scales.to(path.device)
+        codes.append(quantised_products.Codes(*tiles, weight.shape[-2], FORMATS[form].kernel))
+    router, made = parts_of(layer)
+    made = made._replace(gate_up=codes[0], down=codes[1])
+    x = draw(path, 600, 96)
+    many = (65,) if (form, kind) == ("int8", "swiglu") else ()
+    for rows in (1, 4, *many) if path.device == "cpu" else (1, 4, 64, 150, 600):
+        assert mixture.serves(x[:rows], router, made)
+        found = mixture.mix(x[:rows], router, made)
+        assert_near(found, plain(layer, x[:rows], *chosen_by(layer, x[:rows])), path.dtype)
+        if rows == 64:
+            assert torch.equal(mixture.mix(x[5:6], router, made), found[5:6]), "other rows changed the bits"
+
+
+def test_what_is_not_served():
+    layer = layer_of(INTERPRETER, 72, 20)
+    router, made = parts_of(layer)
+    x = draw(INTERPRETER, 2, 72)
+    assert mixture.serves(x, router, made)
+    assert not mixture.serves(x[:0], router, made)
+    assert not mixture.serves(x.bfloat16(), router, made), "autocast leaves weights in float32"
+    assert not mixture.serves(x, router, made._replace(down=made.down.mT.contiguous().mT))
+
+
+# ---- the layer on a GPU
+
+
+def spy(layer: MixtureOfExperts, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of rows of every call by torch."""
+    calls: list[int] = []
+    run = layer.run_in_torch
+    monkeypatch.setattr(layer, "run_in_torch", lambda x: (calls.append(len(x)), run(x))[1])
+    return calls
+
+
+@pytest.mark.parametrize("path", [param(path) for path in GPU])
+@pytest.mark.parametrize("rows", [1, 2, 17, 64, 65, 300, 1500])
+@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
+def test_layer(path, rows, name, monkeypatch):
+    layer = layer_of(path, 256, 128, shared_size=128, shared_gate=True, **ROUTERS[name])
+    calls = spy(layer, monkeypatch)
+    x = draw(path, rows, 256)
+    found = layer(x[None])[0]
+    assert not calls
+    assert_near(found, plain(layer, x, *chosen_by(layer, x)), path.dtype)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        layer(x)
+    layer.requires_grad_(True)
+    layer(x).sum().backward()
+    assert calls == [rows, rows], "torch runs under autocast, and where gradients are wanted"
+
+
+@pytest.mark.parametrize("path", [param(BF16)])
+@pytest.mark.parametrize("form", ["bfloat16", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("rows", [1, 40, 128])
+def test_a_graph_follows_the_routing(path, form, rows):
+    layer = layer_of(path, 256, 128, shared_size=128, shared_gate=True)
+    if form != "bfloat16":
+        for name in ("experts_gate_up", "experts_down"):
+            setattr(layer, name, nn.Parameter(quantize(getattr(layer, name), form), requires_grad=False))
+    given = draw(path, rows, 256)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        layer(given)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = layer(given)
+    for seed in range(1, 5):
+        x = draw(path, rows, 256, seed=seed) * (1 if seed < 4 else 0)  # of zeros, all tokens have the same experts
+        given.copy_(x)
+        made.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(made, layer(x))
+
+
+@pytest.mark.parametrize("path", [param(BF16)])
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("rows", [1, 2, 64, 200, 700])
+@pytest.mark.parametrize("shared", [False, True])
+def test_layer_in_codes(path, form, rows, shared, monkeypatch):
+    """shared: whether the shared expert is in codes too, and so one of the experts."""
+    layer = layer_of(path, 256, 128, shared_size=128, shared_gate=True)
+    owners = [(layer, "experts_gate_up"), (layer, "experts_down")]
+    if shared:
+        owners += [(layer.shared.gate_up_proj, "weight"), (layer.shared.down_proj, "weight")]
+    for owner, name in owners:
+        setattr(owner, name, nn.Parameter(quantize(getattr(owner, name), form), requires_grad=False))
+    calls = spy(layer, monkeypatch)
+    x = draw(path, rows, 256)
+    weights, chosen = chosen_by(layer, x)
+    found = layer(x)
+    assert not calls and torch.equal(found, layer(x))
+    for owner, name in owners:
+        setattr(owner, name, nn.Parameter(getattr(owner, name).decoded(), requires_grad=False))
+    assert_near(found, plain(layer, x, weights, chosen), path.dtype)
