@@ -27,8 +27,8 @@ from lineate.decoding.in_place import (
 )  # fmt: skip
 from lineate.layers.formats import AS_COMPUTED, StateFormat
 from lineate.layers.registry import kind_of
-from lineate.layers.step.supported_modules import are_unchanged, runs_own_forward
 from lineate.layers.softmax import reads_own_length
+from lineate.layers.step.supported_modules import are_unchanged, runs_own_forward
 from lineate.models import HybridLM, ModelState
 from lineate.models.trail import ModelTrail
 

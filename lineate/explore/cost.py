@@ -6,8 +6,7 @@ case.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -150,17 +149,6 @@ def _make_tokens(setting: CostSetting, count: int) -> _Tokens:
 def _attend(rule: str, tokens: _Tokens, state: Tensor | None) -> Tensor:
     qkv = tokens.q, tokens.k, tokens.v
     return attend(rule, qkv, tokens.per_head, tokens.per_channel, tokens.beta, state)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with one thread: the matrices are small, and times depend less on other processes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _timed(run: Callable[[], Tensor]) -> tuple[float, Tensor]:

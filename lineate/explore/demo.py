@@ -13,9 +13,10 @@ from rich.text import Text
 
 from lineate.console.terminal import printable
 from lineate.explore import findings, recall, tables
-from lineate.explore.cost import CostSetting, measure_cost, one_thread
+from lineate.explore.cost import CostSetting, measure_cost
 from lineate.explore.memories import OnProgress, RecallSetting
 from lineate.explore.report import Section, save_report
+from lineate.system.threads import one_thread
 
 PART_SECONDS = {
     "filling the memories": 1.5,

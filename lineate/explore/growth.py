@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.explore.cost import one_thread
 from lineate.explore.memories import FIXED_SIZE, RecallSetting
 from lineate.explore.pictures import Numbers, Picture, PictureOptions
 from lineate.explore.subject import Subject, Trace, choose_layer, open_subject, run_rule
 from lineate.figures import kind_named, label_of, line_of, narrow_label_of, wrapped
 from lineate.layers import kind_of
 from lineate.rule import rule_named
+from lineate.system.threads import one_thread
 from lineate.torch_ops.tracing import cpu_by_default
 
 if TYPE_CHECKING:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lineate.explore.cost import CostSetting, measure_cost, one_thread
+from lineate.explore.cost import CostSetting, measure_cost
 from lineate.explore.findings import size
 from lineate.explore.forgetting import number
 from lineate.explore.pictures import Numbers, Picture, PictureOptions
+from lineate.system.threads import one_thread
 from lineate.torch_ops.tracing import cpu_by_default
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lineate
-from lineate.explore.cost import one_thread
 from lineate.explore.findings import size
 from lineate.explore.memories import RecallSetting, pairs
 from lineate.explore.pictures import Numbers, Picture, PictureOptions
@@ -31,6 +30,7 @@ from lineate.memory.lact import lact, lact_state
 from lineate.memory.least_squares import least_squares
 from lineate.memory.titans import titans, titans_state
 from lineate.memory.ttt import ttt
+from lineate.system.threads import one_thread
 from lineate.torch_ops.tracing import cpu_by_default
 
 if TYPE_CHECKING:

@@ -1,5 +1,6 @@
 """The model of a picture, the text it reads, and the inputs of its layers' rules on that text."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -162,9 +163,10 @@ def open_subject(options: PictureOptions) -> Subject:
     if options.model is None:
         if options.pattern is not None:
             raise ValueError("--pattern is for presets; add --model tiny, or leave it out")
-        from lineate.explore.small import SMALL_CONFIG, small_model
+        from lineate.generation.builtin import builtin_config, builtin_model
 
-        return Subject(SMALL_CONFIG, small_model, "built-in small model", True, plain.encode, _decoder(plain))
+        make = cpu_by_default(lambda: builtin_model(partial(print, file=sys.stderr))[0])
+        return Subject(builtin_config(), make, "built-in small model", True, plain.encode, _decoder(plain))
     if options.model in PRESETS and not Path(options.model).exists():
         if options.model not in SMALL_PRESETS:
             raise ValueError(

@@ -93,7 +93,7 @@ def check(text: str, per_key: Sequence[str] = (), per_value: Sequence[str] = ())
     if _reads_query(program, reading):
         match = None
         notes.append("The update depends on the query; only the read, S^T q, should: write k.")
-    elif match is not None and match.row is not None and match.write is None and not match.corrects:
+    elif match is not None and match.row is not None and match.write is None and not (match.corrects or match.gates):
         side = match.write_shape
         if side != "number" and not _is_function_of(side, program, reading, signs):
             match = replace(match, row=None, relative="other-write")

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lineate.recognise.fitting import fit_row, formulas
 from lineate.recognise.measuring import (
     TOLERANCE,
     Coefficients,
@@ -26,6 +27,7 @@ from lineate.recognise.rules import (
     correct,
     decay_after_erase,
     oja_per_unit,
+    other_rows,
     read_by_columns,
     row_of,
     run_tokens,
@@ -58,6 +60,8 @@ class Match:
     """The shape of the strength of the write, in the same words."""
     corrects: bool = True
     """Whether the memory is compared with the value before it is written."""
+    gates: tuple[tuple[str, str | None, str], ...] = ()
+    """Of a row that was found by its op: the name, the formula and the shape of each of its gates."""
 
     @property
     def meant_decay(self) -> str | None:
@@ -146,6 +150,9 @@ def find_match(responses: Sequence[Response]) -> Match | None:
             rows += [] if found is None else [found]
     if rows:  # a row whose strength is no simple formula, not even of the normalised keys
         return rows[0]
+    for keys, some in scopes.items():
+        if (by_op := _by_op(some, keys)) is not None:
+            return by_op
     for x in measured:
         if (found := _relative(x)) is not None:
             return found
@@ -171,6 +178,15 @@ def _row(x: Measured) -> Match | None:
             continue
         row = row_of(update is correct, x.decay_shape)
         return x.match(row, None, update, max(_from_op(row, r, c) for r, c in zip(x.responses, x.found, strict=True)))
+    return None
+
+
+def _by_op(responses: Sequence[Response], keys: str) -> Match | None:
+    """Return the row, other than the five of the equation, whose op has these responses for some gates."""
+    for row in other_rows():
+        if (fitted := fit_row(row.rule, responses)) is not None:
+            gates, largest = fitted
+            return Match(row, None, keys, largest, corrects=row.rule.corrects, gates=formulas(gates, responses))
     return None
 
 

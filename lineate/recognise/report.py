@@ -54,6 +54,7 @@ def facts(finding: Finding) -> list[tuple[str, str]]:
             found.append(("decay", f"{_formula(finding, match.decay)}, {SHAPES[match.decay_shape]}"))
         if match.write not in (None, "0", "1"):
             found.append(("write", f"{_formula(finding, match.write)}, {SHAPES[match.write_shape]}"))
+        found += [(name, f"{_formula(finding, formula)}, {SHAPES[kind]}") for name, formula, kind in match.gates]
         found.append(("keys", KEYS[match.keys]))
     stable = match.row.stable if match is not None and match.row is not None else relative and relative.stable
     if stable:
@@ -68,6 +69,9 @@ def facts(finding: Finding) -> list[tuple[str, str]]:
 
 def call(finding: Finding, match: Match, row: Row) -> str:
     """Return lineate's call for a rule, with the gates of the expression."""
+    if match.gates:
+        given = [f"{name} = {_formula(finding, formula)}" for name, formula, _ in match.gates]
+        return _with(row.call, [*given, *_of_reading(finding, match)])
     given = []
     if row.rule.decays != ("none",):
         formula = _formula(finding, match.decay)
@@ -78,11 +82,19 @@ def call(finding: Finding, match: Match, row: Row) -> str:
     elif match.write != "1" or row.rule.corrects:
         write = _formula(finding, match.write)
         given.append(f"beta = {write}" if row.rule.corrects else f"v = {write} * v")
-    if match.keys == "normalised":
-        given.append("normalize_qk=True")
+    return _with(row.call, [*given, *_of_reading(finding, match)])
+
+
+def _of_reading(finding: Finding, match: Match) -> list[str]:
+    """Return the words about the keys and the layout in a call."""
+    found = ["normalize_qk=True"] if match.keys == "normalised" else []
     if finding.reading is not None and finding.reading.layout != LAYOUTS[0]:
-        given.append("its state is the transpose of S")
-    return row.call + (f" with {', '.join(given)}" if given else "")
+        found.append("its state is the transpose of S")
+    return found
+
+
+def _with(call: str, given: list[str]) -> str:
+    return call + (f" with {', '.join(given)}" if given else "")
 
 
 def closing(finding: Finding) -> list[str]:
@@ -146,6 +158,7 @@ def as_json(finding: Finding) -> dict[str, Any]:
         "decay_shape": None if match is None or reading is None else match.decay_shape,
         "write": None if match is None or reading is None else match.write,
         "write_shape": None if match is None or reading is None else match.write_shape,
+        "row_gates": {} if match is None else {name: formula for name, formula, _ in match.gates},
         "keys": None if match is None or reading is None else match.keys,
         "stable": row.stable if row is not None else None if relative is None else relative.stable,
         "largest_difference": None if match is None or reading is None else match.difference,

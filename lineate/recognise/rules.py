@@ -1,4 +1,4 @@
-"""The table: lineate's five rows, and rules that are nearly one of them, with their effects and corrections."""
+"""The table: lineate's rows, and rules that are nearly one of them, with their effects and corrections."""
 
 import warnings
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lineate import rule as equation
 from lineate.call import Inputs, Request
 from lineate.forms.stability import UnstableMemoryWarning
 from lineate.ops.rules import attend
@@ -22,8 +23,8 @@ class Row:
     """Its name, with those of its relatives that are the same rule."""
     call: str
     """How lineate computes it."""
-    stable: str
-    """For which gates and keys the memory does not grow."""
+    stable: str = ""
+    """For which gates and keys the memory does not grow; "" if it is not known."""
 
 
 CORRECTING = "0 <= beta |k|^2 <= 2: with unit keys beta may lie in [0, 2], usually in (0, 1)"
@@ -47,6 +48,23 @@ ROWS = (
         f"decay in [0, 1] in every key channel, {CORRECTING}",
     ),
 )  # fmt: skip
+"""The five rows of the equation. They are found from their decay, erase and write."""
+
+
+OTHER_ROWS: tuple[Row, ...] = ()
+"""Descriptions of other rules of lineate.rule.RULES, for those that need more words than their names."""
+
+
+def other_rows() -> tuple[Row, ...]:
+    """Return a row for each other rule of lineate.rule.RULES; they are found by their ops."""
+    described = {row.rule: row for row in OTHER_ROWS}
+    five = [row.rule for row in ROWS]
+    return tuple(described.get(rule) or _undescribed(rule) for rule in equation.RULES if rule not in five)
+
+
+def _undescribed(rule: Rule) -> Row:
+    arguments = ", ".join(("q", "k", "v", *rule.gates))
+    return Row(rule, rule.name.replace("_", " "), f"lineate.{rule.name}({arguments})")
 
 
 def row_of(corrects: bool, decay: str) -> Row:

@@ -1,14 +1,11 @@
-"""The server: OpenAI's API, a few endpoints of lineate's, metrics, and the page."""
+"""The server: it answers the endpoints of routes.py for one model."""
 
-import dataclasses
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -16,28 +13,22 @@ from starlette.responses import Response
 
 import lineate
 from lineate.generation.choice import Sampling
-from lineate.generation.defaults import SamplingFlags, shown_options
+from lineate.generation.defaults import SamplingFlags
 from lineate.layers import kind_of
 from lineate.layers.formats import AS_COMPUTED, StateFormat
 from lineate.models import HybridLM
 from lineate.models.hybrid import empty_model
 from lineate.quantised.which import format_of
-from lineate.serving.api.chat import chat
-from lineate.serving.api.completions import complete
 from lineate.serving.api.foreign import EXPOSED
+from lineate.serving.api.operating import numbers_of
 from lineate.serving.api.service import Description, Engine, Service
-from lineate.serving.api.tokens import detokenize, tokenize
+from lineate.serving.routes import ENDPOINTS, Endpoint, methods_of
 from lineate.text.base import Tokenizer
 from lineate.web.errors import ApiError
-from lineate.web.fields import shown
 from lineate.web.gate import Gate, Keys, Traffic
 from lineate.web.limits import Limits
-from lineate.web.metrics import CONTENT_TYPE, Metrics
-from lineate.web.pages import PageFiles
-from lineate.web.responses import answer, answer_api_error, answer_http_error
-
-PAGE = Path(__file__).with_name("page")
-"""The chat page, served at /."""
+from lineate.web.metrics import Metrics
+from lineate.web.responses import answer_api_error, answer_http_error, read_body
 
 
 @dataclass(frozen=True)
@@ -111,19 +102,13 @@ def describe(
     )
 
 
-def numbers_of(engine: Engine) -> Mapping[str, Mapping[str, Any]]:
-    """Return the numbers of an engine and its cache by name."""
-    found = {"engine": {**_plain(engine.stats), "slots": engine.slots}}
-    if engine.cache is not None:
-        found["cache"] = _plain(engine.cache.stats)
-    return found
-
-
-def _plain(stats: Any) -> dict[str, Any]:
-    return dataclasses.asdict(stats)
-
-
-def make_app(engine: Engine, tokenizer: Tokenizer, description: Description, settings: Settings) -> FastAPI:
+def make_app(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    description: Description,
+    settings: Settings,
+    endpoints: Sequence[Endpoint] = ENDPOINTS,
+) -> FastAPI:
     """Return the application; `app.state.traffic` has its current requests.
 
     Args:
@@ -131,21 +116,15 @@ def make_app(engine: Engine, tokenizer: Tokenizer, description: Description, set
         tokenizer: The model's tokenizer.
         description: The public description of the model.
         settings: Keys, origins, limits.
+        endpoints: The rows that it serves.
     """
     metrics = Metrics(lambda: numbers_of(engine))
     service = Service(engine, tokenizer, description, settings.limits, metrics)
-    traffic = Traffic()
+    traffic, keys = Traffic(), Keys(settings.api_keys)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, title="lineate")
     app.state.traffic, app.state.service = traffic, service
-    app.include_router(_routes(service, Keys(settings.api_keys)))
-
-    @app.api_route("/health", methods=["GET", "HEAD"])
-    async def health() -> Response:
-        status = "draining" if traffic.draining else "ok"
-        return answer({"status": status}, 503 if traffic.draining else 200)
-
-    if PAGE.is_dir():
-        _add_page(app)
+    for row in endpoints:
+        app.add_api_route(row.path, _route(row, service, keys), methods=[*row.methods])
     app.add_exception_handler(ApiError, answer_api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(
@@ -153,80 +132,23 @@ def make_app(engine: Engine, tokenizer: Tokenizer, description: Description, set
     )  # fmt: skip
     if settings.cors:
         app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["GET", "POST"],
+            CORSMiddleware, allow_origins=list(settings.cors), allow_methods=methods_of(endpoints),
             allow_headers=["*"], expose_headers=list(EXPOSED),  # OpenAI's client sends x-stainless-...
         )  # fmt: skip
     return app
 
 
-def _add_page(app: FastAPI) -> None:
-    """Serve the files of the page; a mount at / would prevent 405 answers of other routes."""
-    files = PageFiles(PAGE)
+def _route(row: Endpoint, service: Service, keys: Keys) -> Callable[[Request], Awaitable[Response]]:
+    """Return the function of a row: it checks the key, then reads the body, then answers."""
 
-    @app.api_route("/", methods=["GET", "HEAD"])
-    async def page(request: Request) -> Response:
-        return await files.get_response("index.html", request.scope)
+    async def respond(request: Request) -> Response:
+        if row.key:
+            keys.check(request)
+        takes = row.has_body(request.method)
+        body = await read_body(request, service.limits, service.intake) if takes else b""
+        return await row.answer(service, request, body)
 
-    @app.get("/{name}")
-    async def file_of_page(request: Request, name: str) -> Response:
-        return await files.get_response(name, request.scope)
-
-
-def _routes(service: Service, keys: Keys) -> APIRouter:
-    """Return the routes that need a key."""
-
-    async def with_key(request: Request) -> None:
-        keys.check(request)
-
-    router = APIRouter(dependencies=[Depends(with_key)])
-    description = service.description
-    model = {
-        "id": description.name, "object": "model", "created": description.created, "owned_by": "lineate",
-        "max_model_len": description.context, "sampling_defaults": shown_options(description.sampling),
-    }  # fmt: skip
-
-    @router.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await chat(service, request)
-
-    @router.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await complete(service, request)
-
-    @router.post("/tokenize")
-    async def tokens_of(request: Request) -> Response:
-        return await tokenize(service, request)
-
-    @router.post("/detokenize")
-    async def text_of(request: Request) -> Response:
-        return await detokenize(service, request)
-
-    @router.get("/v1/models")
-    async def models() -> Response:
-        return answer({"object": "list", "data": [model]})
-
-    @router.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> Response:
-        if name != description.name:
-            message = f"model must be {description.name!r}, the one that is served here, got {shown(name)}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return answer(model)
-
-    @router.get("/metrics")
-    async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
-
-    @router.get("/lineate/info")
-    async def info() -> Response:
-        value = dataclasses.asdict(description) | {"details": dict(description.details)}
-        value["sampling"] = shown_options(description.sampling)
-        return answer(value | {"limits": dataclasses.asdict(service.limits), "version": lineate.__version__})
-
-    @router.get("/lineate/stats")
-    async def stats() -> Response:
-        return answer(numbers_of(service.engine))
-
-    return router
+    return respond
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

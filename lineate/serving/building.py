@@ -83,10 +83,11 @@ def add_explorer(app: "FastAPI", keys: tuple[str, ...], model: "HybridLM", token
 
     from lineate.explore.live.app import make_views
     from lineate.explore.live.models import Models, served
+    from lineate.serving.routes import EXPLORER
 
     # Before the route of the chat page's files, which would search for a file of this name.
-    app.router.routes.insert(0, Route("/explore", lambda request: RedirectResponse("explore/")))
-    app.mount("/explore", make_views(Models(served(model, tokenizer, name) if model.device.type == "cpu" else None)))
+    app.router.routes.insert(0, Route(EXPLORER, lambda request: RedirectResponse(f"{EXPLORER[1:]}/")))
+    app.mount(EXPLORER, make_views(Models(served(model, tokenizer, name) if model.device.type == "cpu" else None)))
 
 
 def _engine(asked: ServeArguments, model: "HybridLM", job: "RankedJob | None") -> "Engine":

@@ -21,11 +21,12 @@ from typer.testing import CliRunner
 
 from lineate import figures
 from lineate.cli import build_app
-from lineate.explore import attention, growth, small, state
+from lineate.explore import attention, growth, state
 from lineate.explore.command import make, options_for, read_text
 from lineate.explore.memories import FIXED_SIZE
 from lineate.explore.pictures import MODULES, PictureOptions, find, load_numbers, save_numbers
 from lineate.explore.subject import open_subject, run_rule, trace
+from lineate.generation import builtin
 from lineate.models import HybridLM, preset
 from lineate.system.folders import cache_folder
 
@@ -35,8 +36,8 @@ OURS = ("state", "attention", "growth")
 @pytest.fixture(autouse=True)
 def quick_small_model(monkeypatch, tmp_path):
     """Leave the built-in model untrained and the user's cache alone."""
-    monkeypatch.setattr(small, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(small, "TRAINING_STEPS", 0)
+    monkeypatch.setattr(builtin, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(builtin, "STEPS", 0)
 
 
 @pytest.fixture
@@ -225,28 +226,12 @@ def test_a_checkpoint_with_a_published_tokenizer(tmp_path):
 # The built-in model
 
 
-def test_the_small_model_is_trained_once_and_kept(monkeypatch):
-    kept = small.small_model().state_dict()
-    monkeypatch.setattr(small, "train_small", lambda steps: pytest.fail("trained again"))
-    again = small.small_model().state_dict()
-    assert all(torch.equal(x, again[name]) for name, x in kept.items())
-
-
-@pytest.mark.cover
-def test_a_damaged_cache_costs_only_time(monkeypatch, tmp_path):
-    small.small_model()
-    (folder,) = (tmp_path / "cache").glob("small-*")
-    (folder / "model.safetensors").write_bytes(b"half")
-    assert small.small_model().config == small.SMALL_CONFIG  # it is made again ...
-    monkeypatch.setattr(small, "train_small", lambda steps: pytest.fail("trained again"))
-    small.small_model()  # ... and kept again
-    assert not list((tmp_path / "cache").glob(".small-*"))
-
-
-def test_a_cache_that_cannot_be_written_costs_only_time(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(small, "cache_folder", lambda: tmp_path / "file" / "below")
-    assert small.small_model().config == small.SMALL_CONFIG
+def test_all_commands_have_the_same_built_in_model():
+    """A picture without a model shows the one that `lineate chat` talks to."""
+    subject = open_subject(PictureOptions())
+    assert subject.config == builtin.builtin_config() and subject.trained
+    model, _ = builtin.builtin_model()
+    assert all(torch.equal(x, subject.model.state_dict()[name]) for name, x in model.state_dict().items())
 
 
 def test_the_cache_is_where_the_user_wants_it(monkeypatch, tmp_path):
@@ -255,18 +240,6 @@ def test_the_cache_is_where_the_user_wants_it(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / "lineate"
     monkeypatch.setenv("LINEATE_CACHE", str(tmp_path / "mine"))
     assert cache_folder() == tmp_path / "mine"
-
-
-@pytest.mark.cover
-def test_training_lowers_the_loss_and_leaves_random_numbers_alone():
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    model = small.train_small(3)
-    assert torch.equal(torch.get_rng_state(), before)
-    ids = small.training_text()[:257].long()[None]
-    with torch.no_grad():
-        losses = [float(each(ids, labels=ids).loss) for each in (small.train_small(0), model)]
-    assert losses[1] < losses[0] - 0.2
 
 
 # What is drawn
@@ -470,7 +443,7 @@ BAD = [
 
 @pytest.mark.parametrize(("words", "said"), BAD, ids=[" ".join(words) for words, _ in BAD])
 def test_bad_input_is_one_line_before_any_work(run, tmp_path, monkeypatch, checkpoint, words, said):
-    monkeypatch.setattr(small, "small_model", lambda: pytest.fail("worked before complaining"))
+    monkeypatch.setattr(builtin, "builtin_model", lambda: pytest.fail("worked before complaining"))
     monkeypatch.chdir(tmp_path)
     places = {name: tmp_path / name for name in ("tmp", "file", "binary", "json", "other", "broken")}
     places["tmp"].mkdir()

@@ -382,6 +382,17 @@ def test_a_builtin_model_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest
     assert isinstance(model, HybridLM) and "cannot be kept" in said[-1]
 
 
+@pytest.mark.cover
+def test_the_built_in_model_learns_both_of_its_texts() -> None:
+    generator = torch.Generator("cpu").manual_seed(0)
+    texts = builtin.source_code(), builtin.conversations(generator)
+    losses = []
+    for steps in (0, 4):
+        model = builtin.train_builtin(steps)
+        losses.append([float(model(text[None, :257], labels=text[None, :257]).loss) for text in texts])
+    assert all(after < before - 0.2 for before, after in zip(*losses, strict=True))
+
+
 @pytest.mark.slow
 def test_the_builtin_model_says_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the words it makes, most are those of Python's documentation."""

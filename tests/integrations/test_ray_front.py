@@ -25,8 +25,8 @@ from lineate.serving.app import Settings, describe, make_app
 from lineate.serving.draining import DrainingServer
 from lineate.serving.engine.engine import Engine
 from lineate.serving.replicas.call import Call
-from lineate.serving.replicas.front import TRIES, ReplicaLost, make_front
-from lineate.serving.replicas.gathered import gather
+from lineate.serving.replicas.front import TRIES, make_front
+from lineate.serving.replicas.gathered import ReplicaLost, gather
 from lineate.serving.replicas.replica import Replica
 from lineate.serving.replicas.routing import Routing
 from lineate.web.limits import Limits
@@ -92,8 +92,9 @@ class LocalReplicas:
         self.gone.add(name)
         self.routing.update(set(self.replicas) - self.gone)
 
-    async def reports(self):
-        return [await replica.report() for name, replica in self.replicas.items() if name not in self.gone]
+    async def ask_all(self, call):
+        answers = [await replica.whole(call) for name, replica in self.replicas.items() if name not in self.gone]
+        return {name: body for name, status, body in answers if status == 200}
 
 
 class Served:
@@ -169,9 +170,9 @@ def test_long_bodies_are_read_beside_the_event_loop(gate, monkeypatch):
     gate.set()
     of, threads = Call.of, []
 
-    def noted(scope, body, most):
+    def noted(*arguments):
         threads.append(threading.current_thread())
-        return of(scope, body, most)
+        return of(*arguments)
 
     monkeypatch.setattr(Call, "of", noted)
     with serving(gate) as server:
@@ -338,7 +339,7 @@ def test_metrics_keep_their_values():
     text = (
         '# HELP a_total A count.\n# TYPE a_total counter\na_total{kind="x"} 3.0\n# HELP b B.\n# TYPE b gauge\nb 1e+09\n'
     )
-    lines = gather(b"own 1.0\n", {"one": text, "other": text}).decode().splitlines()
+    lines = gather(b"own 1.0\n", {"one": text.encode(), "other": text.encode()}).decode().splitlines()
     assert lines[0] == "own 1.0" and 'a_total{kind="x",replica="one"} 3.0' in lines
     assert 'b{replica="other"} 1e+09' in lines and lines.count("# TYPE a_total counter") == 1
 

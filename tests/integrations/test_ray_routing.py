@@ -2,6 +2,7 @@
 
 import json
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -205,20 +206,20 @@ REFUSED = (
 @pytest.mark.parametrize("text", REFUSED)
 def test_bodies_that_the_replica_will_refuse(text):
     assert len(blocks_of(CHAT, text, VALUES)) == 0 and len(blocks_of(COMPLETIONS, text, VALUES)) == 0
-    assert len(blocks_of("/tokenize", body(prompt="a" * 100), VALUES)) == 0
+    assert len(blocks_of(None, body(prompt="a" * 100), VALUES)) == 0
 
 
 def test_a_body_with_too_many_values_is_not_read(monkeypatch):
     read = []
     monkeypatch.setattr("pydantic_core.from_json", lambda text: read.append(len(text)) or {})
-    monkeypatch.setattr("lineate.serving.replicas.prompts.IDS", 500)
+    completions = replace(COMPLETIONS, ids=500)
     many = body(messages=[[]] * 2000)
-    for path in (CHAT, COMPLETIONS):
+    for path in (CHAT, completions):
         assert len(blocks_of(path, many, 1000)) == 0 and not read
     ids = body(prompt=list(range(1200)))
     blocks_of(CHAT, ids, 1000)
     assert not read
-    blocks_of(COMPLETIONS, ids, 1000)
+    blocks_of(completions, ids, 1000)
     assert read == [len(ids)]
 
 

@@ -25,6 +25,7 @@ from lineate.serving.cache.cache import StateCache
 from lineate.serving.engine.engine import Engine
 from lineate.text.tokenizer import Bytes
 from lineate.web.limits import Limits
+from lineate.web.pages import PageFiles
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.live_server import ScriptedEngine, live, until
 from tests.support.small_models import random_model
@@ -380,7 +381,7 @@ def test_the_page(engine, tokenizer, tmp_path, monkeypatch):
     (tmp_path / "page" / "index.html").write_text("<html>a page</html>")
     (tmp_path / "page" / "main.js").write_text("1")
     (tmp_path / "secret.txt").write_text("secret")
-    monkeypatch.setattr("lineate.serving.app.PAGE", tmp_path / "page")
+    monkeypatch.setattr("lineate.serving.api.operating.FILES", PageFiles(tmp_path / "page"))
     with serving(engine, tokenizer, api_keys=("key",)) as server:
         page = server.http.get("/")
         assert (

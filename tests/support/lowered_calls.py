@@ -16,7 +16,15 @@ from lineate import plans
 from lineate.call import Inputs
 from lineate.kernels import launching, pipeline
 from lineate.kernels.layers import (
-    cached, grouping, latent, mixture, ops, pieces, products, quantised_products, token,
+    cached,
+    grouping,
+    latent,
+    mixture,
+    ops,
+    pieces,
+    products,
+    quantised_products,
+    token,
 )  # fmt: skip
 from lineate.kernels.memories.lact_features import features
 from lineate.layers import MixtureOfExperts

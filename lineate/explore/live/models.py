@@ -18,7 +18,7 @@ from lineate.explore.subject import Subject, Trace, caught, open_subject, reader
 from lineate.explore.words import visible
 from lineate.layers import kind_of
 from lineate.models import HybridLM
-from lineate.text import Bytes, Tokenizer
+from lineate.text import Tokenizer
 from lineate.torch_ops.tracing import cpu_by_default
 from lineate.web.errors import invalid
 from lineate.web.fields import shown
@@ -29,8 +29,10 @@ MOST_PARAMETERS = 2 * 10**9
 """The most parameters of a folder that the page names; one of the command line may have any number."""
 MOST_FOLDERS, MOST_READINGS = 2, 4
 """Folders that stay loaded, and texts of a model whose numbers are kept for the next step."""
-SMALL, CHAT, SERVED, GIVEN = "small", "chat", "served", "given"
+SMALL, SERVED, GIVEN = "small", "served", "given"
 """Names of models that are not folders."""
+OLD_NAMES = {"chat": SMALL}
+"""Names in links of earlier versions, with those of today."""
 
 
 @dataclass
@@ -174,7 +176,7 @@ class Models:
     """
 
     def __init__(self, given: OpenModel | None = None, folders: bool = False) -> None:
-        self._fixed = {x.name: x for x in ([given] if given else []) + [_small(), _chat()]}
+        self._fixed = {x.name: x for x in ([given] if given else []) + [_small()]}
         self.folders = folders
         self._opened: OrderedDict[str, OpenModel] = OrderedDict()
         self._lock = Lock()
@@ -190,6 +192,7 @@ class Models:
         Args:
             name: A name of `names`, or a folder.
         """
+        name = OLD_NAMES.get(name, name)
         if name in self._fixed:
             return self._fixed[name]
         if not self.folders:
@@ -207,15 +210,6 @@ class Models:
 
 def _small() -> OpenModel:
     return OpenModel(SMALL, open_subject(PictureOptions()))
-
-
-def _chat() -> OpenModel:
-    from lineate.generation.builtin import builtin_config, builtin_model
-
-    subject = Subject(
-        builtin_config(), lambda: builtin_model()[0], "built-in chat model", True, *reader_of(Bytes()),
-    )  # fmt: skip
-    return OpenModel(CHAT, subject)
 
 
 def served(model: HybridLM, tokenizer: Tokenizer, name: str) -> OpenModel:

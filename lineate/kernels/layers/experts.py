@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lineate.kernels.launching import ceil_div, next_power, overlap_options, start
 from lineate.kernels.layers.grouping import Groups
-from lineate.kernels.layers.rows import _sigmoid
+from lineate.kernels.layers.rows import sigmoid
 
 GATED = {"swiglu": 1, "relu2": 2}
 """What multiply_blocks does with a product: 0 is nothing."""
@@ -90,7 +90,7 @@ def multiply_blocks(
             total = tl.trans(total)
         if KIND == 1:
             gate, up = tl.split(tl.reshape(total, (BM, BN, 2)))
-            total = gate * _sigmoid(gate) * up
+            total = gate * sigmoid(gate) * up
         elif KIND == 2:
             total = tl.maximum(total, 0.0)
             total *= total
@@ -140,7 +140,7 @@ def activate_pairs(x, y, N: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, 
     if KIND == 1:
         gate = tl.load(x + row * (2 * N) + n, mask=n < N, other=0.0).to(tl.float32)
         up = tl.load(x + row * (2 * N) + N + n, mask=n < N, other=0.0).to(tl.float32)
-        found = gate * _sigmoid(gate) * up
+        found = gate * sigmoid(gate) * up
     else:
         found = tl.maximum(tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32), 0.0)
         found *= found

@@ -65,7 +65,7 @@ def _part_size(length, parts, BN: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(x, at, d, there, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+def load_tile(x, at, d, there, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """Load rows `at` of x, those that are there; with zeros after their SIZE channels."""
     if SIZE == WIDTH:
         return tl.load(x + at[:, None] + d[None, :], mask=there[:, None], other=0.0)
@@ -107,11 +107,11 @@ def read_latent_parts(
     token = m // HEADS
     last = length - t + token  # the last entry that a query sees
     at = (row * q_row + token * tl.cast(q_token, tl.int64) + m % HEADS * tl.cast(q_head, tl.int64)) * UNIT
-    queries = _load_tile(q, at, d, there, RANK, BR)
+    queries = load_tile(q, at, d, there, RANK, BR)
     if SHARED:
         e = tl.arange(0, BS)
         at = (row * r_row + token * tl.cast(r_token, tl.int64) + m % HEADS * tl.cast(r_head, tl.int64)) * UNIT
-        shared = _load_tile(r, at, e, there, SHARED, BS)
+        shared = load_tile(r, at, e, there, SHARED, BS)
     cache += row * c_row * UNIT
     peak = tl.full([BQ], float("-inf"), tl.float32)
     total = tl.zeros([BQ], tl.float32)
@@ -122,11 +122,11 @@ def read_latent_parts(
     for first in tl.range(begin, end, BN):
         j = first + tl.arange(0, BN)
         entry = j.to(tl.int64) * (tl.cast(c_token, tl.int64) * UNIT)
-        latent = _load_tile(cache, entry, d, j < end, RANK, BR)
+        latent = load_tile(cache, entry, d, j < end, RANK, BR)
         if ENTRIES_FIRST:
             scores = tl.dot(latent, tl.trans(queries), input_precision=PRECISION)
             if SHARED:
-                own = _load_tile(cache + RANK, entry, e, j < end, SHARED, BS)
+                own = load_tile(cache + RANK, entry, e, j < end, SHARED, BS)
                 scores = tl.dot(own, tl.trans(shared), scores, input_precision=PRECISION)
             scores *= scale * _LOG2_E
             scores = tl.where((j[:, None] <= last[None, :]) & (j < end)[:, None], scores, float("-inf"))
@@ -140,7 +140,7 @@ def read_latent_parts(
         else:
             scores = tl.dot(queries, tl.trans(latent), input_precision=PRECISION)
             if SHARED:
-                own = _load_tile(cache + RANK, entry, e, j < end, SHARED, BS)
+                own = load_tile(cache + RANK, entry, e, j < end, SHARED, BS)
                 scores = tl.dot(shared, tl.trans(own), scores, input_precision=PRECISION)
             scores *= scale * _LOG2_E
             scores = tl.where((j[None, :] <= last[:, None]) & (j < end)[None, :], scores, float("-inf"))

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineate.kernels.launching import ceil_div, is_hopper, next_power, shared_memory, start
-from lineate.kernels.layers.latent import _load_tile
+from lineate.kernels.layers.latent import load_tile
 from lineate.kernels.layers.ops import strides_of
 
 WIDEST_HEAD, WIDEST_SHARED = 256, 128
@@ -56,7 +56,7 @@ class Tiles(NamedTuple):
 def _load_keys(x, at, d, there, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
     """Load rows `at` of x; if MASKED, those that are there."""
     if MASKED:
-        return _load_tile(x, at, d, there, SIZE, WIDTH)
+        return load_tile(x, at, d, there, SIZE, WIDTH)
     if SIZE == WIDTH:
         return tl.load(x + at[:, None] + d[None, :])
     return tl.load(x + at[:, None] + d[None, :], mask=(d < SIZE)[None, :], other=0.0)
@@ -143,10 +143,10 @@ def attend_keys(
             return
     full = tl.maximum(tl.minimum(end, lowest + 1), 0) // BN * BN  # keys that all queries of the tile see
 
-    queries = _load_tile(q, at, tl.arange(0, BK), there, SIZE, BK)
+    queries = load_tile(q, at, tl.arange(0, BK), there, SIZE, BK)
     shared = queries
     if SHARED:
-        shared = _load_tile(q + SIZE, at, tl.arange(0, BS), there, SHARED, BS)
+        shared = load_tile(q + SIZE, at, tl.arange(0, BS), there, SHARED, BS)
         p += row * p_row * UNIT
     seen = there[:, None] & (e < VALUE)[None, :]
     if BEGINS:

@@ -13,17 +13,16 @@ from lineate.serving.api.schemas import ChatCall, read_chat
 from lineate.serving.api.service import Prompt, Service
 from lineate.serving.api.tools import AnswerParser, Said
 from lineate.web.fields import Fields
-from lineate.web.responses import read_body
 
 
-async def chat(service: Service, request: Request) -> Response:
+async def chat(service: Service, request: Request, body: bytes) -> Response:
     """Answer a request to /v1/chat/completions."""
 
     def prepared(fields: Fields) -> tuple[ChatCall, Prompt]:
         call = read_chat(fields, service.server)
         return call, service.chat_prompt(call)
 
-    call, prompt = await service.prepare(await read_body(request, service.limits, service.intake), prepared)
+    call, prompt = await service.prepare(body, prepared)
     (prompt,) = await service.guided([prompt])
     wanted = service.request(prompt, call.wanted, service.limits.default_new_tokens, "messages")
     stops = (*call.wanted.stops, *service.chat_stops)

@@ -15,10 +15,9 @@ from lineate.text.base import Tokenizer
 from lineate.web.errors import invalid
 from lineate.web.fields import Fields
 from lineate.web.json_text import dump, dump_characters, dump_items
-from lineate.web.responses import read_body
 
 
-async def complete(service: Service, request: Request) -> Response:
+async def complete(service: Service, request: Request, body: bytes) -> Response:
     """Answer a request to /v1/completions."""
 
     def prepared(fields: Fields) -> tuple[CompletionCall, list[Prompt], list[str]]:
@@ -28,7 +27,6 @@ async def complete(service: Service, request: Request) -> Response:
         texts = call.prompts if call.wanted.echo else ()
         return call, prompts, [x if isinstance(x, str) else service.tokenizer.decode(x) for x in texts]
 
-    body = await read_body(request, service.limits, service.intake)
     most_ids = service.limits.choices * service.server.most_prompt
     call, prompts, echoes = await service.prepare(body, prepared, most_ids)
     prompts, wanted = await service.guided(prompts), call.wanted

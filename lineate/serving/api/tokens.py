@@ -9,10 +9,10 @@ from lineate.serving.api.service import Service
 from lineate.text.bounded import TooManyTokens
 from lineate.web.errors import invalid
 from lineate.web.fields import Fields, shown
-from lineate.web.responses import answer, read_body
+from lineate.web.responses import answer
 
 
-async def tokenize(service: Service, request: Request) -> Response:
+async def tokenize(service: Service, request: Request, body: bytes) -> Response:
     """Return the ids of `prompt`, or of `messages` as the template renders them."""
 
     def made(fields: Fields) -> Response:
@@ -35,7 +35,7 @@ async def tokenize(service: Service, request: Request) -> Response:
         context = service.description.context
         return answer({"count": len(ids), "max_model_len": context, "tokens": ids, "texts": texts})
 
-    return await service.prepare(await read_body(request, service.limits, service.intake), made)
+    return await service.prepare(body, made)
 
 
 def _prompt(fields: Fields) -> tuple[str, bool]:
@@ -45,7 +45,7 @@ def _prompt(fields: Fields) -> tuple[str, bool]:
     return text or "", starts
 
 
-async def detokenize(service: Service, request: Request) -> Response:
+async def detokenize(service: Service, request: Request, body: bytes) -> Response:
     """Return the text of `tokens`, with special tokens written out."""
 
     def made(fields: Fields) -> Response:
@@ -60,4 +60,4 @@ async def detokenize(service: Service, request: Request) -> Response:
                 raise invalid(where, f"{where} must be an id below {size}, got {shown(token)}", "invalid_value")
         return answer({"prompt": service.tokenizer.decode(ids, keep_special=True)})
 
-    return await service.prepare(await read_body(request, service.limits, service.intake), made, service.limits.ids)
+    return await service.prepare(body, made, service.limits.ids)

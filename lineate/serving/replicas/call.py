@@ -4,7 +4,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
-from lineate.serving.replicas.prompts import blocks_of
+from lineate.serving.replicas.prompts import PromptReader, blocks_of
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,18 @@ class Call:
     ticket: str = field(default="", compare=False)
 
     @classmethod
-    def of(cls, scope: Any, body: bytes, most: int) -> "Call":
+    def of(cls, scope: Any, body: bytes = b"", most: int = 0, prompt: PromptReader | None = None) -> "Call":
         """Return the call of an ASGI scope.
 
         Args:
             scope: The scope of a request.
             body: Its body.
             most: The most values of a body that is read, besides ids (blocks_of).
+            prompt: How the prompt of the body is read, for the router; None: it has none.
         """
-        path = scope["path"]
         headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
-        return cls(scope["method"], path, scope.get("query_string", b""), headers, body, blocks_of(path, body, most))
+        blocks = blocks_of(prompt, body, most)
+        return cls(scope["method"], scope["path"], scope.get("query_string", b""), headers, body, blocks)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Call, (self.method, self.path, self.query, self.headers, self.body)

@@ -9,7 +9,7 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,17 +17,17 @@ import uvicorn
 from starlette.types import Message
 
 from lineate.serving.replicas.call import Call
-from lineate.serving.replicas.front import ReplicaLost
+from lineate.serving.replicas.gathered import ReplicaLost
 from lineate.serving.replicas.options import ReplicaOptions
-from lineate.serving.replicas.replica import Build, Replica, Report
+from lineate.serving.replicas.replica import Build, Replica
 from lineate.serving.replicas.routing import RoutingStats, forget_routing, routing_of
 
 LOG = logging.getLogger("lineate.serving")
 ROUTER = "lineate.serving.replicas.router:PrefixRouter"
 WRITING_SECONDS = 30.0
 """Seconds for a replica to write its cache to a folder after its last answer, in addition to those for its answers."""
-REPORT_SECONDS = 10.0
-"""The timeout of the replicas' reports."""
+ALL_SECONDS = 10.0
+"""The timeout of a call that all replicas answer."""
 OBJECT_BYTES = 256 * 2**20
 """Memory of lineate's own Ray for messages between processes; bodies and answers are small."""
 LOOK_BACK_SECONDS = 15.0
@@ -94,15 +94,20 @@ class RayReplicas:
             if not whole:  # the client has left
                 answers.cancel()
 
-    async def reports(self) -> Sequence[Report]:
-        """Return the reports of all replicas; one that does not answer is left out."""
-        asked = self._handle.broadcast("report")
+    async def ask_all(self, call: Call) -> Mapping[str, bytes]:
+        """Return the body of each replica's answer by its name; one that does not answer with 200 is left out.
+
+        Args:
+            call: The request.
+        """
+        asked = self._handle.broadcast("whole", call)
         try:
-            found = await asked.results_async(timeout_s=REPORT_SECONDS, return_exceptions=True)
+            found = await asked.results_async(timeout_s=ALL_SECONDS, return_exceptions=True)
         except TimeoutError:
-            LOG.warning("the replicas did not say their numbers within %g s", REPORT_SECONDS)
-            return []
-        return [report for report in found if isinstance(report, Report)]
+            LOG.warning("the replicas did not all answer %s within %g s", call.path, ALL_SECONDS)
+            return {}
+        answers = [x for x in found if not isinstance(x, BaseException)]
+        return {name: body for name, status, body in answers if status == 200}
 
     def restart(self) -> None:
         """Replace one replica after another; each ends its answers first. Return when all are new."""

@@ -6,9 +6,9 @@ sent ends with an error event.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
-from typing import Protocol
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,53 +19,27 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from lineate.serving.api.foreign import EXPOSED
 from lineate.serving.api.lanes import LONG_BYTES
 from lineate.serving.app import Settings
 from lineate.serving.replicas.call import Call
-from lineate.serving.replicas.gathered import gather
+from lineate.serving.replicas.gathered import FrontAnswer, ReplicaLost, Replicas
 from lineate.serving.replicas.outgoing import Outgoing
-from lineate.serving.replicas.prompts import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE
-from lineate.serving.replicas.replica import Report
-from lineate.serving.replicas.routing import RoutingStats
+from lineate.serving.routes import ENDPOINTS, OTHER_PATHS, Endpoint, Paths, methods_of
 from lineate.web.errors import ApiError, unavailable
 from lineate.web.gate import Gate, Keys, Traffic
 from lineate.web.intake import Intake
-from lineate.web.metrics import CONTENT_TYPE
-from lineate.web.responses import answer, answer_api_error, read_body, unless_gone
+from lineate.web.responses import answer_api_error, read_body, unless_gone
 
 LOG = logging.getLogger("lineate.serving")
 TRIES = 3
 """Replicas that a request is given to in turn before it fails: the request may be the cause of the failures."""
-WITH_BODY = (CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE)
-EXPLORER = "/explore/api/"
-"""The prefix of the explorer's routes with a body."""
-ROUTES = (*WITH_BODY, "/v1/models", "/v1/models/{name:path}", "/lineate/info", "/explore/{path:path}", "/{path:path}")
-
-
-class ReplicaLost(Exception):
-    """The replica that was answering was lost."""
-
-
-class Replicas(Protocol):
-    """The part of the replicas' interface that the front needs."""
-
-    @property
-    def stats(self) -> RoutingStats: ...
-
-    def answer(self, call: Call) -> AsyncGenerator[tuple[str, Sequence[Message]]]:
-        """Yield the name of the replica that answers, and messages of its answer; raise ReplicaLost."""
-        ...
-
-    async def reports(self) -> Sequence[Report]:
-        """Return the reports of all replicas."""
-        ...
 
 
 class Front:
-    """Passes on requests, with the front's counts.
+    """Passes on requests, with the front's counts; it is the FrontView of the answers in gathered.py.
 
     Args:
         replicas: The replicas.
@@ -74,7 +48,7 @@ class Front:
 
     def __init__(self, replicas: Replicas, settings: Settings) -> None:
         self.replicas, self.limits, self.keys = replicas, settings.limits, Keys(settings.api_keys)
-        self.intake = Intake()
+        self.intake, self.traffic = Intake(), Traffic()
         self.engine = self  # a DrainingServer stops it when answers take too long
         self._stopped, self._reading = asyncio.Event(), asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -108,23 +82,29 @@ class Front:
     def close(self) -> None:
         """Do nothing: the front has no resources to free."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
+    async def pass_on(self, row: Paths, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on to a replica.
+
+        Args:
+            row: The row of its path.
+            scope: The request, as ASGI has it.
+            receive: Receives its body.
+            send: Sends the answer.
+        """
         self._loop = asyncio.get_running_loop()
-        request, path, body = Request(scope, receive), scope["path"], b""
-        if path.count("/") > 1 or path in WITH_BODY:  # the remaining paths are files of the chat page
+        request = Request(scope, receive)
+        if row.key:
             self.keys.check(request)
-        if scope["method"] == "POST" and (path in WITH_BODY or path.startswith(EXPLORER)):
-            body = await read_body(request, self.limits, self.intake)
+        body = await read_body(request, self.limits, self.intake) if row.has_body(request.method) else b""
         outgoing = Outgoing(send, self.limits.send_seconds)
         try:
-            await unless_gone(receive, self._until_stopped(scope, body, outgoing))
+            await unless_gone(receive, self._until_stopped(row, scope, body, outgoing))
         except TimeoutError:
             LOG.info("a client took nothing for %g s", self.limits.send_seconds)
 
-    async def _until_stopped(self, scope: Scope, body: bytes, outgoing: Outgoing) -> None:
+    async def _until_stopped(self, row: Paths, scope: Scope, body: bytes, outgoing: Outgoing) -> None:
         """Pass a request on unless the front is stopped first."""
-        passing = asyncio.ensure_future(self._pass(scope, body, outgoing))
+        passing = asyncio.ensure_future(self._pass(row, scope, body, outgoing))
         stopped = asyncio.ensure_future(self._stopped.wait())
         try:
             await asyncio.wait({passing, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -137,9 +117,9 @@ class Front:
         if not outgoing.done:
             await outgoing.fail(unavailable("the server is shutting down", "shutting_down"))
 
-    async def _pass(self, scope: Scope, body: bytes, outgoing: Outgoing) -> None:
+    async def _pass(self, row: Paths, scope: Scope, body: bytes, outgoing: Outgoing) -> None:
         """Give a request to one replica after another until one has answered, or the client has seen a part."""
-        call = await self._read(scope, body)
+        call = await self._read(row, scope, body)
         for tried in range(TRIES):
             if tried:
                 self._retries.inc()
@@ -158,12 +138,12 @@ class Front:
         self._lost.inc()
         await outgoing.fail(unavailable("the replica that was answering was lost", "replica_lost"))
 
-    async def _read(self, scope: Scope, body: bytes) -> Call:
+    async def _read(self, row: Paths, scope: Scope, body: bytes) -> Call:
         """Return the call of a request; long bodies are read in a thread, one at a time."""
         if len(body) <= LONG_BYTES:
-            return Call.of(scope, body, self.limits.values)
+            return Call.of(scope, body, self.limits.values, row.prompt)
         async with self._reading:
-            return await asyncio.to_thread(Call.of, scope, body, self.limits.values)
+            return await asyncio.to_thread(Call.of, scope, body, self.limits.values, row.prompt)
 
     async def _try(self, call: Call, outgoing: Outgoing) -> None:
         """Give a request to one replica. A stream is never silent for long, and other answers have a time limit."""
@@ -180,7 +160,7 @@ class Front:
                 for message in messages:
                     await outgoing.put(message, replica)
 
-    def metrics(self) -> bytes:
+    def own_metrics(self) -> bytes:
         """Return the front's own counts in Prometheus' text format."""
         return generate_latest(self.registry)
 
@@ -212,41 +192,59 @@ class _Routed(Collector):
         yield active
 
 
-def make_front(replicas: Replicas, settings: Settings) -> Starlette:
+@dataclass(frozen=True)
+class _PassOn:
+    """The application of a row whose requests are passed on, with any method: a replica answers 405."""
+
+    front: Front
+    row: Paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.front.pass_on(self.row, scope, receive, send)
+
+
+def _own(front: Front, row: Endpoint, respond: FrontAnswer) -> Callable[[Request], Awaitable[Response]]:
+    """Return the function of a row that the front answers itself."""
+
+    async def responded(request: Request) -> Response:
+        if row.key:
+            front.keys.check(request)
+        return await respond(front, request)
+
+    return responded
+
+
+def _routes(front: Front, endpoints: Sequence[Endpoint]) -> list[Route]:
+    """Return the routes of the front: those of the rows, then all other paths."""
+    routes = []
+    for row in endpoints:
+        if row.front is None:
+            routes.append(Route(row.path, _PassOn(front, row)))
+        else:
+            routes.append(Route(row.path, _own(front, row, row.front), methods=[*row.methods]))
+    return [*routes, *(Route(row.path, _PassOn(front, row)) for row in OTHER_PATHS)]
+
+
+def make_front(replicas: Replicas, settings: Settings, endpoints: Sequence[Endpoint] = ENDPOINTS) -> Starlette:
     """Return the application of the front; `app.state.traffic` has its current requests.
 
     Args:
         replicas: The replicas.
         settings: Keys, origins, names, limits.
+        endpoints: The rows that the replicas serve.
     """
-    front, traffic = Front(replicas, settings), Traffic()
-
-    async def health(request: Request) -> Response:
-        running = len(replicas.stats.active)
-        status = "draining" if traffic.draining else "ok" if running else "no replica"
-        return answer({"status": status, "replicas": running}, 200 if status == "ok" else 503)
-
-    async def metrics(request: Request) -> Response:
-        front.keys.check(request)
-        texts = {report.replica: report.metrics for report in await replicas.reports()}
-        return Response(gather(front.metrics(), texts), media_type=CONTENT_TYPE)
-
-    async def stats(request: Request) -> Response:
-        front.keys.check(request)
-        return answer({"replicas": {report.replica: report.numbers for report in await replicas.reports()}})
-
-    own = [Route("/health", health), Route("/metrics", metrics), Route("/lineate/stats", stats)]
+    front = Front(replicas, settings)
     gate = Middleware(
-        Gate, traffic=traffic, metrics=front, hosts=settings.hosts, most=settings.limits.requests
+        Gate, traffic=front.traffic, metrics=front, hosts=settings.hosts, most=settings.limits.requests
     )  # fmt: skip
     cors = Middleware(
-        CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["GET", "POST"],
+        CORSMiddleware, allow_origins=list(settings.cors), allow_methods=methods_of(endpoints),
         allow_headers=["*"], expose_headers=list(EXPOSED),
     )  # fmt: skip
     app = Starlette(
-        routes=[*own, *(Route(path, front) for path in ROUTES)],
+        routes=_routes(front, endpoints),
         middleware=[*([cors] if settings.cors else []), gate],
         exception_handlers={ApiError: answer_api_error},
     )
-    app.state.traffic, app.state.service = traffic, front
+    app.state.traffic, app.state.service = front.traffic, front
     return app

@@ -5,7 +5,8 @@ body is not validated here; the replica reports its errors.
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lineate.serving.api.bodies import check_values
@@ -15,33 +16,43 @@ BLOCK = 16
 """Characters, or ids of tokens, of a block."""
 IDS = 2**20
 """Ids of tokens in the prompts of a completion; one with more goes to the least busy replica."""
-CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
 
 
-def blocks_of(path: str, body: bytes, most: int) -> "array[int]":
+@dataclass(frozen=True)
+class PromptReader:
+    """How the prompt of a body is read."""
+
+    read: Callable[[Mapping[str, Any]], Sequence[Any]]
+    """Returns the text of the prompt, or its ids, from the fields of a body."""
+    ids: int = 0
+    """The most ids of tokens that are read, besides other values."""
+
+
+def blocks_of(reader: PromptReader | None, body: bytes, most: int) -> "array[int]":
     """Return the blocks of a request's prompt; none if it has no prompt that can be read, or too many values.
 
     Args:
-        path: The route of the request.
-        body: Its body.
-        most: The most values, besides IDS ids of the prompts of completions.
+        reader: How the prompt is read; None: there is none.
+        body: The body of the request.
+        most: The most values, besides ids.
     """
-    if path not in (CHAT, COMPLETIONS):
+    if reader is None:
         return array("q")
     from pydantic_core import from_json
 
     try:
-        check_values(body, most + (IDS if path == COMPLETIONS else 0))
+        check_values(body, most + reader.ids)
         fields = from_json(body)
     except (ApiError, ValueError):
         return array("q")
     if not isinstance(fields, Mapping):
         return array("q")
-    return _numbers(_chat(fields) if path == CHAT else _prompt(fields.get("prompt")))
+    return _numbers(reader.read(fields))
 
 
-def _prompt(prompt: Any) -> Sequence[Any]:
+def _prompt(fields: Mapping[str, Any]) -> Sequence[Any]:
     """Return the first of the prompts of a completion: a text, or ids of tokens."""
+    prompt = fields.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     return prompt if isinstance(prompt, str | list) else ""
@@ -71,3 +82,6 @@ def _numbers(items: Sequence[Any]) -> "array[int]":
     if isinstance(items, str):
         return array("q", [hash(items[n : n + BLOCK]) for n in starts])
     return array("q", [hash(str(items[n : n + BLOCK])) for n in starts])
+
+
+CHAT, COMPLETIONS = PromptReader(_chat), PromptReader(_prompt, IDS)

@@ -3,13 +3,11 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from lineate.serving.app import numbers_of
 from lineate.serving.engine.engine import Engine
 from lineate.serving.replicas.call import Call
 
@@ -23,21 +21,6 @@ COLLECTED, MOST_COLLECTED = 0.002, 0.05
 
 Build = Callable[[], tuple[Any, Engine]]
 """Makes the application of make_app and its engine, which is not started yet; it is called in the replica's process."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """The report of a replica.
-
-    Args:
-        replica: Its name.
-        metrics: Its counts in Prometheus' text format.
-        numbers: The numbers of its engine and its cache.
-    """
-
-    replica: str
-    metrics: str
-    numbers: Mapping[str, Mapping[str, Any]]
 
 
 class Replica:
@@ -100,11 +83,14 @@ class Replica:
         finally:
             left.set()
 
-    async def report(self) -> Report:
-        """Return the metrics and the numbers of this replica."""
-        assert self._engine is not None
-        text = self._app.state.service.metrics.text().decode()
-        return Report(self._name, text, numbers_of(self._engine))
+    async def whole(self, call: Call) -> tuple[str, int, bytes]:
+        """Return the replica's name, the status and the body of an answer.
+
+        Args:
+            call: The request.
+        """
+        messages = [message async for _, found in self.answer(call) for message in found]
+        return self._name, messages[0]["status"], b"".join(message.get("body", b"") for message in messages[1:])
 
     def check_health(self) -> None:
         """Raise if the engine has ended, or makes no step although requests wait; Ray then replaces the replica."""

@@ -156,7 +156,7 @@ export class ModelView {
   }
 
   refresh() {
-    if (!this.whole) byId("model-summary").textContent = "The model is being opened. A built-in one is trained once, which takes some seconds.";
+    if (!this.whole) byId("model-summary").textContent = "The model is being opened. The built-in one is trained once, which takes half a minute.";
     this.wholeAsker.ask(this.body(false));
     this.stepAsker.ask(this.body(true));
     this.linked();
