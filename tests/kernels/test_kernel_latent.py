@@ -46,13 +46,12 @@ def test_softmax(case, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("entries_first", [False, True])
-def test_both_layouts_of_scores(entries_first, path):
+@pytest.mark.parametrize("tiles", [(16, 64, 4, 2), (32, 16, 4, 3)], ids=str)
+def test_tiles(tiles, path):
     lengths = [70, 3, 129]
-    q, cache = draw_latent(path, lengths, 2, 8, 48)
-    tiles = latent.Tiles(16, 64 if entries_first else 32, 4, 2, entries_first)
+    q, cache = draw_latent(path, lengths, 2, 9, 48)
     expected = plain(q, cache, cache[..., :32], lengths, 0.3)
-    assert error(run(q, cache, 32, lengths, 4, tiles), expected) < BUDGET[path.dtype]
+    assert error(run(q, cache, 32, lengths, 4, latent.Tiles(*tiles)), expected) < BUDGET[path.dtype]
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
@@ -84,9 +83,21 @@ def test_lengths_beyond_the_cache_read_nothing_outside(path):
 
 
 def test_parts_fill_the_device():
-    cpu = torch.device("cpu")
-    assert [latent.parts_of(cpu, rows, 1) for rows in (1, 8, 64, 1000)] == [128, 32, 4, latent.FEWEST_PARTS]
-    assert latent.parts_of(cpu, 8, 3) < 32
+    def parts(rows: int, queries: int) -> int:
+        tiles = latent.tiles_of(torch.device("cpu"), torch.bfloat16, rows, queries, 576)
+        return latent.parts_of(torch.device("cpu"), rows, queries, tiles)
+
+    assert [parts(rows, 32) for rows in (1, 2, 8, 64, 1000)] == [128, 128, 32, 4, latent.FEWEST_PARTS]
+    assert parts(8, 160) == 4
+
+
+def test_tiles_fit_the_shared_memory(monkeypatch):
+    for room in (232448, 166912, 101376, 65536):
+        monkeypatch.setattr(latent, "shared_memory", lambda device, room=room: room)
+        for rows, queries in ((1, 32), (8, 32), (8, 160), (8, 5)):
+            tiles = latent.tiles_of(torch.device("cpu"), torch.bfloat16, rows, queries, 576)
+            assert 2 * 576 * (tiles.queries + tiles.entries * (tiles.stages - 1)) < room
+            assert tiles.queries <= max(16, 2 * queries)
 
 
 @pytest.mark.parametrize("path", GPU_ONLY)

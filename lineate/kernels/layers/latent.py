@@ -32,7 +32,7 @@ from lineate.kernels.layers.ops import KERNEL_DTYPES, strides_of
 MOST_PARTS = 128
 """The most parts that the entries of a row are cut into."""
 FEWEST_PARTS = 4
-MOST_TOKENS = 64
+MOST_TOKENS = 48
 """The most new tokens of a row; more are faster with keys and values of each head (pieces.py)."""
 WIDEST_RANK, WIDEST_SHARED = 512, 128
 JOINED = 4096
@@ -47,15 +47,13 @@ class Tiles(NamedTuple):
         queries: Queries of a tile, a power of two of at least 16.
         entries: Entries of a tile, a power of two of at least 16.
         warps: Warps of a program.
-        stages: How many tiles of entries are in flight or in use.
-        entries_first: Whether scores are `entries queries`, so that few queries fill the tiles of Hopper's products.
+        stages: Stages of the pipeline that loads entries.
     """
 
     queries: int
     entries: int
     warps: int
     stages: int
-    entries_first: bool
 
 
 @triton.jit
@@ -81,7 +79,7 @@ def read_latent_parts(
     q, r, cache, lengths, sums, peaks, totals, scale, t, capacity, parts,
     q_row, q_token, q_head, r_row, r_token, r_head, c_row, c_token,
     HEADS: tl.constexpr, RANK: tl.constexpr, SHARED: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr,
-    BR: tl.constexpr, BS: tl.constexpr, ENTRIES_FIRST: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
+    BR: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Read one part of one row for one tile of queries: sums `row part t*HEADS RANK`, peaks and totals without RANK.
@@ -115,51 +113,29 @@ def read_latent_parts(
     cache += row * c_row * UNIT
     peak = tl.full([BQ], float("-inf"), tl.float32)
     total = tl.zeros([BQ], tl.float32)
-    if ENTRIES_FIRST:
-        acc = tl.zeros([BR, BQ], tl.float32)
-    else:
-        acc = tl.zeros([BQ, BR], tl.float32)
+    acc = tl.zeros([BQ, BR], tl.float32)
     for first in tl.range(begin, end, BN):
         j = first + tl.arange(0, BN)
         entry = j.to(tl.int64) * (tl.cast(c_token, tl.int64) * UNIT)
         latent = load_tile(cache, entry, d, j < end, RANK, BR)
-        if ENTRIES_FIRST:
-            scores = tl.dot(latent, tl.trans(queries), input_precision=PRECISION)
-            if SHARED:
-                own = load_tile(cache + RANK, entry, e, j < end, SHARED, BS)
-                scores = tl.dot(own, tl.trans(shared), scores, input_precision=PRECISION)
-            scores *= scale * _LOG2_E
-            scores = tl.where((j[:, None] <= last[None, :]) & (j < end)[:, None], scores, float("-inf"))
-            higher = tl.maximum(peak, tl.max(scores, 0))
-            base = tl.where(higher == float("-inf"), 0.0, higher)  # a query that sees none of these entries
-            weights = tl.exp2(scores - base[None, :])
-            shrink = tl.exp2(peak - base)
-            total = total * shrink + tl.sum(weights, 0)
-            acc *= shrink[None, :]
-            acc = tl.dot(tl.trans(latent), weights.to(latent.dtype), acc, input_precision=PRECISION)
-        else:
-            scores = tl.dot(queries, tl.trans(latent), input_precision=PRECISION)
-            if SHARED:
-                own = load_tile(cache + RANK, entry, e, j < end, SHARED, BS)
-                scores = tl.dot(shared, tl.trans(own), scores, input_precision=PRECISION)
-            scores *= scale * _LOG2_E
-            scores = tl.where((j[None, :] <= last[:, None]) & (j < end)[None, :], scores, float("-inf"))
-            higher = tl.maximum(peak, tl.max(scores, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(scores - base[:, None])
-            shrink = tl.exp2(peak - base)
-            total = total * shrink + tl.sum(weights, 1)
-            acc *= shrink[:, None]
-            acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision=PRECISION)
+        scores = tl.dot(queries, tl.trans(latent), input_precision=PRECISION)
+        if SHARED:
+            own = load_tile(cache + RANK, entry, e, j < end, SHARED, BS)
+            scores = tl.dot(shared, tl.trans(own), scores, input_precision=PRECISION)
+        scores *= scale * _LOG2_E
+        scores = tl.where((j[None, :] <= last[:, None]) & (j < end)[None, :], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a query that sees none of these entries
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(peak - base)
+        total = total * shrink + tl.sum(weights, 1)
+        acc *= shrink[:, None]
+        acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision=PRECISION)
         peak = higher
     at = (row * parts + part) * (t * HEADS) + m
     tl.store(peaks + at, peak, mask=there)
     tl.store(totals + at, total, mask=there)
-    to = sums + at * RANK
-    if ENTRIES_FIRST:
-        tl.store(to[None, :] + d[:, None], acc, mask=there[None, :] & (d < RANK)[:, None])
-    else:
-        tl.store(to[:, None] + d[None, :], acc, mask=there[:, None] & (d < RANK)[None, :])
+    tl.store(sums + at[:, None] * RANK + d[None, :], acc, mask=there[:, None] & (d < RANK)[None, :])
 
 
 @triton.jit(do_not_specialize=["queries", "capacity"])
@@ -189,21 +165,41 @@ def join_latent_parts(
     tl.store(output + (row * queries + query) * RANK + d, y, mask=d < RANK)
 
 
-def tiles_of(device: torch.device, dtype: torch.dtype, queries: int, width: int) -> Tiles:
-    """Return the tiles for this many queries of a row, and entries of this many channels, padded ones included."""
+def tiles_of(device: torch.device, dtype: torch.dtype, rows: int, queries: int, width: int) -> Tiles:
+    """Return the tiles for this device, which has room for them.
+
+    Args:
+        device: The device.
+        dtype: Of queries and entries.
+        rows: The rows.
+        queries: Queries of a row: new tokens times heads.
+        width: Channels of an entry, padded ones included.
+    """
     if dtype == torch.float32:
-        return Tiles(16, 32 if width <= 256 else 16, 4, 2, False)
-    tile = min(32, max(16, next_power(queries)))
-    for entries, stages in ((32, 3), (32, 2), (16, 2)):
-        needed = 2 * (stages * entries * width + tile * entries)
-        if needed + 8192 <= shared_memory(device):
-            return Tiles(tile, entries, 4, stages, False)
-    return Tiles(16, 16, 4, 1, False)
+        return Tiles(16, 32 if width <= 256 else 16, 4, 2)
+    least = max(16, next_power(queries))
+    wanted = [
+        Tiles(32, 32, 4, 3),
+        Tiles(32, 32, 4, 2),
+    ]  # with Kimi Linear's sizes, an H200 runs two such programs at once
+    if least > 32:
+        wanted.insert(0, Tiles(64, 64, 8, 2))
+    elif rows == 1:
+        wanted.insert(0, Tiles(32, 64, 8, 3))
+    for tiles in wanted:
+        queries = min(tiles.queries, least)
+        loaded = tiles.stages if queries >= 64 else tiles.stages - 1  # Hopper's products of 64 rows run asynchronously
+        needed = dtype.itemsize * (queries * width + tiles.entries * (loaded * width + queries))
+        if needed <= shared_memory(device):
+            return tiles._replace(queries=queries)
+    return Tiles(16, 16, 4, 1)
 
 
-def parts_of(device: torch.device, rows: int, tiles: int) -> int:
-    """Return how many parts rows with this many tiles of queries are cut into: enough programs for the device."""
-    wanted = next_power(ceil_div(multiprocessors(device) * 2, rows * tiles) + 1) // 2
+def parts_of(device: torch.device, rows: int, queries: int, tiles: Tiles) -> int:
+    """Return how many parts rows with this many queries are cut into: enough programs for the device."""
+    together = 2 if tiles.warps == 4 else 1  # programs of a multiprocessor
+    programs = rows * ceil_div(queries, tiles.queries)
+    wanted = next_power(ceil_div(multiprocessors(device) * together, programs) + 1) // 2
     return min(MOST_PARTS, max(FEWEST_PARTS, wanted))
 
 
@@ -236,9 +232,9 @@ def latent_attention(
     strides = *strides_of(q, 3), *strides_of(r, 3), *strides_of(cache, 2)
     unit = 8 if all(s % 8 == 0 for s in (rank, shared, *strides)) else 1
     wide, narrow = max(16, next_power(rank)), max(16, next_power(shared)) if shared else 16
-    tiles = tiles_of(q.device, q.dtype, queries, wide + narrow) if tiles is None else tiles
+    tiles = tiles_of(q.device, q.dtype, rows, queries, wide + narrow) if tiles is None else tiles
     programs = ceil_div(queries, tiles.queries)
-    parts = parts_of(q.device, rows, programs) if parts is None else parts
+    parts = parts_of(q.device, rows, queries, tiles) if parts is None else parts
     sums = torch.empty(rows, parts, queries, rank, dtype=torch.float32, device=q.device)
     peaks, totals = torch.empty(2, rows, parts, queries, dtype=torch.float32, device=q.device)
     output = torch.empty(rows, t, heads, rank, dtype=q.dtype, device=q.device)
@@ -249,7 +245,7 @@ def latent_attention(
             q, r, cache, lengths, sums, peaks, totals, scale, t, cache.shape[1], parts,
             *(s // unit for s in strides),
             HEADS=heads, RANK=rank, SHARED=shared, BQ=tiles.queries, BN=tiles.entries, BR=wide, BS=narrow,
-            ENTRIES_FIRST=tiles.entries_first, PRECISION="ieee" if q.dtype == torch.float32 else None, UNIT=unit,
+            PRECISION="ieee" if q.dtype == torch.float32 else None, UNIT=unit,
             num_warps=tiles.warps, num_stages=tiles.stages, **launch,
         )  # fmt: skip
         start(join_latent_parts, (rows * queries * ceil_div(rank, joined),))(
