@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, Type
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.utils._pytree import GetAttrKey, register_pytree_node
+from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 from lineate.rule import Rule, compute_dtype
 
@@ -70,7 +70,7 @@ def _leaves(call: "Inputs") -> tuple[list[Tensor], list[str]]:
     return [*given.values()], [*given]
 
 
-def _leaves_with_keys(call: "Inputs") -> tuple[list[tuple[GetAttrKey, Tensor]], list[str]]:
+def _leaves_with_keys(call: "Inputs") -> tuple[list[tuple[KeyEntry, Any]], list[str]]:
     tensors, names = _leaves(call)
     return [(GetAttrKey(name), x) for name, x in zip(names, tensors, strict=True)], names
 
