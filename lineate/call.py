@@ -6,11 +6,13 @@ traces them, and one-token calls make them for every token, so making one costs 
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 from lineate.rule import Rule, compute_dtype
 
@@ -55,7 +57,26 @@ def described(kind: type[Kind]) -> type[Kind]:
     kind.GATES = tuple(x.name for x in kind.FIELDS if x.role == "gate")
     kind.OF_TOKENS = tuple(x.name for x in kind.FIELDS if x.tokens)
     kind.DIFFERENTIABLE = tuple(x.name for x in kind.FIELDS if x.differentiable)
+    register_pytree_node(
+        kind, _leaves, partial(_from_leaves, kind), flatten_with_keys_fn=_leaves_with_keys,
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+    )  # fmt: skip
     return kind
+
+
+def _leaves(call: "Inputs") -> tuple[list[Tensor], list[str]]:
+    """Return the tensors that are there, and their names, for torch.utils._pytree."""
+    given = call.given()
+    return [*given.values()], [*given]
+
+
+def _leaves_with_keys(call: "Inputs") -> tuple[list[tuple[KeyEntry, Any]], list[str]]:
+    tensors, names = _leaves(call)
+    return [(GetAttrKey(name), x) for name, x in zip(names, tensors, strict=True)], names
+
+
+def _from_leaves(kind: type[Kind], tensors: Iterable[Any], names: Iterable[str]) -> Kind:
+    return kind.of({**dict.fromkeys(kind.NAMES), **dict(zip(names, tensors, strict=True))})
 
 
 @described
@@ -116,6 +137,17 @@ class Inputs:
             "A_log": A_log, "dt_bias": dt_bias,
         }  # fmt: skip
         _fill(self, tensors)
+
+    if not TYPE_CHECKING:  # a typo is still an error of types
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise: only a pickle of 0.1.0, where calls were tuples, loads without its tensors."""
+            if name in type(self).NAMES:
+                raise AttributeError(
+                    f"{name} must be in a call, got none: a pickle of lineate 0.1.0 loads without its tensors; make "
+                    "the call again with Inputs(q, k, v, ...), or load the file with 0.1.0 and keep inputs._asdict()"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor | None]) -> Self:

@@ -291,6 +291,8 @@ def check_decode_gates(inputs: Inputs, beta_scale: float, lower_bound: float | N
             raise ValueError(f"raw_gates={name!r} needs {name}, got None; leave it False")
     if log_decay is None and inputs.beta is None:
         raise ValueError("raw_gates=True needs log_decay or beta, got neither; leave it False")
+    if inputs.beta is None and beta_scale != 1:
+        raise ValueError(f"beta_scale={beta_scale} needs beta, the raw logit, got beta=None; leave it 1")
     if raw_gates == "beta":
         return
     if log_decay is None:

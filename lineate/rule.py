@@ -97,11 +97,12 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def full_precision(x: Tensor) -> AbstractContextManager[object]:
     """Switch autocast off for the device of x, so that the state and the solve stay in float32."""
     device = x.device.type
-    return torch.autocast(device, enabled=False) if _has_autocast(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if has_autocast(device) else nullcontext()
 
 
 @constant_in_graphs
-def _has_autocast(device: str) -> bool:
+def has_autocast(device: str) -> bool:
+    """Whether torch has autocast for this type of device."""
     return torch.amp.is_autocast_available(device)
 
 

@@ -4,7 +4,7 @@
 
 For each pattern (preset compact, about 50M parameters) and optimiser, a run of bfloat16 autocast on random text makes
 steps of rows x 4096 tokens in two ways, in turn: `ahead`, as `lineate train` does on one GPU, where the CPU queues a
-step before it looks at the loss of the one before, and `waiting`, where it looks at every loss before the update. The
+step before it reads the loss of the one before, and `waiting`, where it reads every loss before the update. The
 learning rate is so low that the weights stay what they are.
 """
 

@@ -1,4 +1,4 @@
-"""The cost of a token in each layer, and in the chunked forms beside the reference that differentiates by autograd."""
+"""The cost of a token in each layer, in the chunked forms, and in the reference that differentiates by autograd."""
 
 import math
 from collections.abc import Callable

@@ -82,7 +82,7 @@ def section_4() -> Lines:
 
 
 def section_5() -> Lines:
-    """Titans beside DeltaNet, and the price of a chunk."""
+    """Titans next to DeltaNet, and the price of a chunk."""
     q, k, v = tokens(256, 16)
     theta, none = draw(1, 256, 1, seed=3).sigmoid(), torch.zeros(1, 256, 1, dtype=torch.float64)
     found, _ = titans(q, k, v, theta, none, none, chunk=1)
@@ -117,7 +117,7 @@ def section_6() -> Lines:
 
 
 def _singular(share: Tensor) -> Tensor:
-    """Return the new value of a singular value with this share of the Frobenius norm, beside one that has the rest."""
+    """Return the new value of a singular value with this share of the Frobenius norm, next to one that has the rest."""
     return orthogonalise(torch.diag(torch.stack(((1 - share.square()).sqrt(), share))))[1, 1]
 
 

@@ -53,7 +53,7 @@ class Sizes:
 
     @classmethod
     def of(cls, gigabytes: float) -> "Sizes":
-        """Return sizes whose weights have about so many gigabytes in bfloat16."""
+        """Return sizes whose weights have about the given number of gigabytes in bfloat16."""
         hidden = 2048 if gigabytes >= 2 else 512
         one, four = (cls(hidden, layers).parameters for layers in (4, 8))
         return cls(hidden, max(4, 4 * round((gigabytes * 1e9 / 2 - one) / (four - one) + 1)))

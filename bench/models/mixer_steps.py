@@ -49,7 +49,7 @@ def called(model: HybridLM) -> HybridLM:
 
 @torch.inference_mode()
 def measure(letter: str, layers: int, hidden: int, weights: str, rows: int, rounds: int) -> dict[str, Any]:
-    """Return the seconds per token of both models, and how far their logits are apart after the same tokens."""
+    """Return the seconds per token of both models, and the difference of their logits after the same tokens."""
     ours = make(letter, layers, hidden, weights)
     models = {"step": ours, "called": called(ours)}
     ids = torch.randint(VOCAB, (rows, 64), generator=torch.Generator().manual_seed(0))

@@ -34,7 +34,7 @@ from lineate.models.presets import compact, small, tiny
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ("docs/**/*.md", "lineate/**/*.py", "bench/**/*.py", "tests/**/*.py", "examples/**/*.py")
-HELD_OUT = 10  # one file of so many is not trained on
+HELD_OUT = 10  # one file of this many is not trained on
 ROW, PROMPT = 512, 64  # bytes of a row of text, and of a prompt
 RANDOM: dict[str, Callable[[], HybridConfig]] = {
     "tiny GGGA": lambda: tiny("GGGA"),
@@ -111,7 +111,7 @@ TRAINED = {
 
 
 def trained_model(folder: Path, steps: int, name: str = "little") -> tuple[HybridLM, bytes, float]:
-    """Return a model trained for so many steps, text that it was not trained on, and the seconds of training.
+    """Return a model trained for n steps, text that it was not trained on, and the seconds of training.
 
     A model that the folder has already took 0 seconds.
     """

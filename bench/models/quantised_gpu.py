@@ -4,7 +4,7 @@
 
 The model has 24 layers GGGA of 4096 channels with random weights, which are made on the GPU. Times of steps are between
 events around replays of the graph that Decoder records. A product is measured in a graph of its own over copies
-of the weight that do not fit the L2 cache together; beside it stands cuBLAS with a weight in bfloat16. Products of many
+of the weight that do not fit the L2 cache together, next to cuBLAS with a weight in bfloat16. Products of many
 rows, as a prompt has, are measured without a graph; "fp8, float8 rows" rounds the rows too (float8_activations).
 """
 
@@ -86,7 +86,7 @@ def model_of(config: HybridConfig, form: str, device: str) -> tuple[HybridLM, in
 
 
 def state_of(model: HybridLM, rows: int, tokens: int) -> ModelState:
-    """Return the state of rows that have seen so many tokens, with random contents."""
+    """Return the state of rows that have read n tokens, with random contents."""
     layers: list[Memory | TokenCache] = []
     for specs in model.state_spec:
         made = {}
@@ -216,7 +216,7 @@ def measure_many(
 
 
 def show_products(title: str, records: list[dict[str, Any]], rate: str, unit: str) -> None:
-    """Print products beside those of cuBLAS with the same rows."""
+    """Print products next to those of cuBLAS with the same rows."""
     plain = {(r["product"], r["rows"]): r["us"] for r in records if r["form"] == "bfloat16"}
     table = []
     for r in records:

@@ -58,7 +58,7 @@ def batch_table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]
 
 
 def _rates(rows: list[dict[str, Any]], count: str, digits: int) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and rows of rates; count: the column that tells rows of one form apart."""
+    """Return the columns and rows of rates; count: the column that distinguishes rows of one form."""
     sides = sides_of(rows, "rates")
     table = []
     for row in rows:

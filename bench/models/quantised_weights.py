@@ -1,4 +1,4 @@
-"""Weights of 32, 16, 8 and 4 bits on a CPU: lineate beside transformers, torchao and llama.cpp, with the same weights.
+"""Weights of 32, 16, 8 and 4 bits on a CPU: lineate, transformers, torchao and llama.cpp with the same weights.
 
     python -m bench.models.quantised_weights --llama-server FILE [--peers DIR] [--parts decode,prefill] [--json FILE]
     python -m bench.models.quantised_weights --layers 4 --hidden 256 --rounds 1 --train-steps 20    a trial of all parts
@@ -149,7 +149,7 @@ class Measurer:
     def _able(
         self, form: str, sides: dict[str, Side], warm: dict[str, Ran], tokens: int, budget: float
     ) -> dict[str, Side]:
-        """Return the contestants that read so many tokens within the budget, judged by the warm-up."""
+        """Return the contestants that read n tokens within the budget, judged by the warm-up."""
         found = {}
         for name, side in sides.items():
             expected = warm[name].prompt_seconds * tokens / WARM

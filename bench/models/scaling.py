@@ -4,7 +4,7 @@
 
 A rank's bytes, operations and what it receives are those of `lineate plan`; its times are made of kernel times that
 were measured on one H200 (scaling_kernels.py). No cluster was measured: the rates of links are their vendors', and the
-seconds of a collective beside its bytes are assumed. bench.models.scaling_ranks measures 2 and 4 ranks over gloo and
+seconds of a collective besides its bytes are assumed. bench.models.scaling_ranks measures 2 and 4 ranks over gloo and
 compares them with the same way of counting.
 """
 
@@ -66,7 +66,7 @@ TRAINED = (("large", 2**15), ("kimi-linear-48b", 2**15), ("kimi-linear-48b", 2**
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices of one kind, and what a collective costs beside its bytes."""
+    """Devices of one kind, and what a collective costs besides its bytes."""
 
     device: Hardware = field(default_factory=lambda: HARDWARE["h200"])
     kernels: Kernels = field(default_factory=measured)
@@ -83,7 +83,7 @@ class Cluster:
         return int(FILLED * self.device.memory_bytes)
 
     def seconds(self, nbytes: float, calls: int, ranks: int, stride: int = 1) -> float:
-        """Return the seconds of collectives in which a rank receives so many bytes; every stride-th rank takes part."""
+        """Return the seconds of collectives in which a rank receives n bytes; every stride-th rank takes part."""
         if ranks == 1:
             return 0.0
         each = self.near if ranks * stride <= self.device.node else self.far
@@ -92,7 +92,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank has to do for one sequence, whatever the number of replicas."""
+    """The work of one rank for one sequence, whatever the number of replicas."""
 
     plan: MemoryPlan
     training: TrainingMemory
@@ -125,7 +125,7 @@ def rank_of(model: Model, tensor: int, context: int, tokens: int, kernels: Kerne
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """One step on so many sequences by data x context x tensor ranks, with weights sharded (FSDP2).
+    """One step on n sequences by data x context x tensor ranks, with weights sharded (FSDP2).
 
     The sequences of a place in data run one after another. Blocks run again in the backward, and products are in
     bfloat16. Gathering weights overlaps with arithmetic; what tensor and context ranks exchange does not.
@@ -203,7 +203,7 @@ class TrainingStep:
 
     @property
     def binds(self) -> str:
-        """What takes longest."""
+        """The part that takes longest."""
         return max(self.parts, key=lambda x: self.parts[x])
 
     @property
@@ -271,7 +271,7 @@ class ServingStep:
 
     @property
     def binds(self) -> str:
-        """What takes longest."""
+        """The part that takes longest."""
         return max(self.parts, key=lambda x: self.parts[x])
 
     @property
@@ -281,7 +281,7 @@ class ServingStep:
 
 
 def splits(model: Model, ranks: int, contexts: tuple[int, ...] = (1,)) -> Iterator[Split]:
-    """Yield the ways to use so many ranks."""
+    """Yield the ways to use the given number of ranks."""
     for tensor in (x for x in tensor_sizes(model.config, max(TENSOR)) if x in TENSOR):
         for context in contexts:
             if ranks % (tensor * context) == 0:
@@ -289,13 +289,13 @@ def splits(model: Model, ranks: int, contexts: tuple[int, ...] = (1,)) -> Iterat
 
 
 def best_serving(model: Model, ranks: int, tokens: int) -> ServingStep | None:
-    """Return the fastest way to serve a model on so many ranks; None if it does not fit."""
+    """Return the fastest way to serve a model on the given number of ranks; None if it does not fit."""
     steps = [x for split in splits(model, ranks) if (x := ServingStep(model, split, tokens)).fits]
     return max(steps, key=lambda x: x.rate, default=None)
 
 
 def best_training(model: Model, ranks: int, tokens: int, sequences: int) -> TrainingStep | None:
-    """Return the fastest way to train a model on so many ranks; None if it does not fit."""
+    """Return the fastest way to train a model on the given number of ranks; None if it does not fit."""
     ways = (split for split in splits(model, ranks, CONTEXT) if split.replicas <= sequences)
     steps = [x for split in ways if (x := TrainingStep(model, split, tokens, sequences)).fits]
     return max(steps, key=lambda x: x.rate, default=None)

@@ -49,7 +49,7 @@ class RuleTime:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What one device was measured to do."""
+    """The measurements of one device."""
 
     products: float
     """Operations a second of a matrix product in bfloat16."""
@@ -62,7 +62,7 @@ class Kernels:
     rules: tuple[RuleTime, ...]
 
     def rule(self, letter: str, linear: LinearConfig, tokens: int, what: str = "forward") -> float:
-        """Return the seconds of a rule on so many tokens of one sequence."""
+        """Return the seconds of a rule on n tokens of one sequence."""
         name, heads = kind_of(letter).word, linear.value_heads
         cases = [x for x in self.rules if (x.rule, x.what) == (name, what)]
         nearest = min(cases, key=lambda x: abs(math.log(x.heads / heads)))

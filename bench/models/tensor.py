@@ -1,4 +1,4 @@
-"""What a rank's memory grows by when ranks share the loading of a checkpoint.
+"""The growth of a rank's memory when ranks share the loading of a checkpoint.
 
     python -m bench.models.tensor [--gigabytes 2] [--ranks 4] [--json FILE]
 

@@ -32,7 +32,7 @@ SETS = 3  # of inputs, so that the L2 cache does not hold those of the next call
 
 
 def make_calls(heads: int, length: int, number: int) -> list[Call]:
-    """Return calls of so many sequences, packed if there are several."""
+    """Return calls of n sequences, packed if there are several."""
     device, t = "cuda", length * number
     bounds = torch.arange(0, t + 1, length, device=device) if number > 1 else None
 
@@ -49,7 +49,7 @@ def make_calls(heads: int, length: int, number: int) -> list[Call]:
 
 
 def cut(segments: int) -> None:
-    """Cut every sequence into so many segments from now on."""
+    """Cut every sequence into the given number of segments from now on."""
     tape.forget_tapes()
     chosen = Cutting(segments, segments, 1)
     pipeline.CUTS["forward"] = lambda *_: chosen

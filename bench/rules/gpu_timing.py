@@ -54,7 +54,7 @@ def between_events(calls: Sequence[Call], seconds: float) -> list[float]:
 
 
 def back_to_back(calls: Sequence[Call], count: int) -> list[float]:
-    """Return the milliseconds of so many calls in turn, from the end of one to that of the next; then wait for them."""
+    """Return the milliseconds of n calls in turn, from the end of one to that of the next; then wait for them."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     marks[0].record()
     for i, mark in enumerate(marks[1:]):

@@ -29,7 +29,7 @@ MALFORMED: tuple[bytes, ...] = (
 
 @dataclass
 class Tally:
-    """What one kind of client has seen."""
+    """The observations of one kind of client."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     first: list[float] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Client:
         return made
 
     async def stream(self, body: dict[str, Any], pause: float = 0.0, leave: int | None = None) -> None:
-        """Read a stream, with a pause after each event; leave after so many events."""
+        """Read a stream, with a pause after each event; leave after the given number of events."""
         began, seen, done = time.perf_counter(), 0, False
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         async with self.http.stream("POST", CHAT, json=body) as answer:

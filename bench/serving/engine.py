@@ -122,7 +122,7 @@ def measure_steps(model: HybridLM, rows: int, rounds: int) -> list[dict[str, Any
 
 
 def measure_streams(model: HybridLM, streams: int, tokens: int) -> dict[str, Any]:
-    """Return the seconds for so many requests together, and one after another."""
+    """Return the seconds for n requests together, and one after another."""
     requests = [Request(tuple(prompt(n)), SAMPLING["greedy"], max_new_tokens=tokens) for n in range(streams)]
     seconds: dict[str, float] = {}
     found: dict[str, list[list[int]]] = {}
@@ -142,7 +142,7 @@ def measure_streams(model: HybridLM, streams: int, tokens: int) -> dict[str, Any
 
 
 def stream_answers(url: str, rows: int, tokens: int) -> float:
-    """Stream so many answers at once; return the seconds until all have ended."""
+    """Stream n answers at once; return the seconds until all have ended."""
     body = {"max_tokens": tokens, "temperature": 0, "stream": True, "logit_bias": {"256": -100}}
 
     async def one(http: httpx.AsyncClient, n: int) -> None:

@@ -139,7 +139,7 @@ class Clients:
                 self.engine.step()
             self.seconds += time.perf_counter() - begun
             found += [handle.result(0)[0] for handle in handles]
-            while self.engine.step():  # answers are read again while nobody waits
+            while self.engine.step():  # answers are read again while no request waits
                 pass
         self.answers += found
         return found

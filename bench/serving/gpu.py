@@ -1,4 +1,4 @@
-"""Serving on a GPU: decoding compared with the planner's bound, guesses, and a long prompt beside running streams.
+"""Serving on a GPU: decoding compared with the planner's bound, guesses, and a long prompt next to running streams.
 
     python -m bench.serving.gpu [--json FILE] [--parts decode,guesses,prompt] [--profile DIR]
 
@@ -148,7 +148,7 @@ def measure_guesses(model: HybridLM, rows: int, new: int) -> dict[str, Any]:
 
 
 def measure_prompt(model: HybridLM, streams: int, length: int, spacing: int) -> dict[str, Any]:
-    """Read a long prompt beside running streams; return the gaps between a stream's tokens."""
+    """Read a long prompt next to running streams; return the gaps between a stream's tokens."""
     times: dict[int, list[float]] = {}
     engine = Engine(model, slots=streams + 1, context=length + 4096, spacing=spacing)
     warm_up(engine)  # as `lineate serve` does before it listens

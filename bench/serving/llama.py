@@ -22,7 +22,7 @@ EVENTS = re.compile(
 
 
 class Asked(NamedTuple):
-    """What came of one prompt."""
+    """The result of one prompt."""
 
     seconds: float  # to the first token
     read: int  # tokens of the prompt that were read
@@ -32,7 +32,7 @@ class Asked(NamedTuple):
 
 
 class Completed(NamedTuple):
-    """What the server itself says of one prompt and its answer."""
+    """The server's own report on one prompt and its answer."""
 
     prompt_seconds: float
     step_seconds: list[float]  # of each token after the first

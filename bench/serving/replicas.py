@@ -181,7 +181,7 @@ def press(url: str, number: int, tokens: int, stop: threading.Event, faults: lis
 
 
 def measure(folder: Path, replicas: int, asked: argparse.Namespace) -> dict[str, Any]:
-    """Serve so many replicas, press them, and return what they generated and used."""
+    """Serve the given number of replicas, press them, and return what they generated and used."""
     words = (folder, "--replicas", replicas, "--slots", asked.slots, "--context", 2048, "--replica-cpus", 0.5)
     stop, faults = threading.Event(), []
     with Server(*words) as server, contextlib.ExitStack() as limits:

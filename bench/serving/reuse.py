@@ -1,4 +1,4 @@
-"""Time to the first token of prompts that begin as earlier ones did, beside a cold read and beside other servers.
+"""Time to the first token of prompts that begin as earlier ones did, compared with a cold read and with other servers.
 
     python -m bench.serving.reuse [--json FILE] [--quick] [--llama-server FILE]
 
@@ -99,7 +99,7 @@ class Server:
 
 
 class Found:
-    """What came of each case, one entry a round."""
+    """The result of each case, one entry a round."""
 
     def __init__(self) -> None:
         self.asked: dict[str, list[Asked]] = defaultdict(list)

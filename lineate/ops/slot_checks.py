@@ -93,3 +93,25 @@ def check_decode_state(state: Tensor | None, q: Tensor, v: Tensor, rows: int, *,
     check_state(state, v, q.shape[3], rows, narrow=True)
     if any(stride == 0 and size > 1 for stride, size in zip(state.stride(), state.shape, strict=True)):
         raise ValueError("state must have memory of its own for each row, got an expanded view; call .contiguous()")
+    if not state.is_contiguous() and not torch.compiler.is_compiling() and _overlaps(state):
+        raise ValueError(
+            f"state must have memory of its own for each number, got strides {tuple(state.stride())} for shape "
+            f"{tuple(state.shape)}, in which numbers share memory; call .contiguous()"
+        )
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether two numbers of a strided tensor have the same place in memory."""
+    dims = sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1)
+    reach = 0  # the largest offset of the dimensions so far
+    for stride, size in dims:
+        if stride <= reach:
+            break
+        reach += stride * (size - 1)
+    else:
+        return False
+    # The strides may interleave without overlapping: count the offsets.
+    offsets = torch.zeros(1, dtype=torch.int64, device="cpu")
+    for stride, size in dims:
+        offsets = (offsets[:, None] + stride * torch.arange(size, device="cpu")).flatten()
+    return len(offsets.unique()) < len(offsets)

@@ -18,6 +18,7 @@ from lineate.quantised.format import BLOCK, Format, find_format
 from lineate.quantised.old_files import format_of_parts
 from lineate.quantised.product import check_input, decoded, half_linear, looked_up, quantised_linear
 from lineate.quantised.rounding import TooLargeError
+from lineate.rule import full_precision, has_autocast
 from lineate.torch_ops.tracing import is_eager, needs_grad
 
 
@@ -163,6 +164,10 @@ def _decoded(value: Any) -> Any:
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not isinstance(weight, QuantisedWeight) or weight.dim() != 2 or isinstance(input, QuantisedWeight):
         return NotImplemented
+    if (lowered := _autocast_dtype(input)) is not None:
+        bias = None if bias is None else bias.to(lowered)
+        with full_precision(input):
+            return _linear(input.to(lowered), weight, bias)
     shape = weight.shape[0], weight.shape[1]
     if weight.scales is None:
         check_input(input, shape, weight.codes.device)
@@ -174,6 +179,16 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     else:
         y = quantised_linear(input, weight.codes, weight.scales, shape, weight.format)
     return y if bias is None else y + bias
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype to which F.linear converts its operands under autocast; None: it leaves them alone."""
+    device = x.device.type
+    if not x.is_floating_point() or x.dtype is torch.float64 or not has_autocast(device):
+        return None
+    if not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def _embedding(

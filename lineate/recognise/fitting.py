@@ -32,7 +32,8 @@ def fit_row(rule: Rule, responses: Sequence[Response]) -> tuple[list[Gates], flo
         rule: A row whose op has a recurrent form.
         responses: The measured responses.
     """
-    found, largest = [], 0.0
+    found: list[Gates] = []
+    largest = 0.0
     for response in responses:
         gates = _fitted(rule, response)
         if gates is None:

@@ -22,7 +22,7 @@ on_gpu = pytest.mark.gpu
 
 
 class Refused(RuntimeError):
-    """What the fake raises."""
+    """The exception of the fake."""
 
 
 class FakeCuda:

@@ -139,7 +139,7 @@ def test_states_are_values(case):
 
 @torch.no_grad()
 def test_trying_out_changes_nothing():
-    """A trial run before a capture leaves memories, lengths and the tokens in the caches as they were."""
+    """A trial run before a capture leaves memories, lengths and the tokens in the caches unchanged."""
     model, ids, room = make("LRDGKAM"), draw(3, 1, seed=1), 64
     state = read(model, (3, 41, 1))
     memories, caches = {}, {}

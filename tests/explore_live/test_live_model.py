@@ -197,7 +197,7 @@ def test_half_lives_of_all_heads(pattern):
 
 
 def test_mamba_is_shown_and_cannot_be_changed():
-    """What it adds behind the rule, D x, is not the rule's, so another rule cannot take its place."""
+    """The term D x, which it adds behind the rule, is not the rule's, so another rule cannot replace it."""
     layers = ask(client_of(untrained("SG")))["model"]["layers"]
     assert [(layer["changeable"], bool(layer["gates"])) for layer in layers[:2]] == [(False, False), (True, True)]
 

@@ -1,4 +1,4 @@
-"""`lineate explore` inside of `lineate serve`: the served model is looked at while it generates."""
+"""`lineate explore` inside of `lineate serve`: the served model is shown while it generates."""
 
 import threading
 

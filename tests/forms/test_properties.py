@@ -1,4 +1,4 @@
-"""What holds for all numbers: continuing, causality, isolation of sequences and rows, and the same bits every time."""
+"""Properties that hold for all numbers: continuing, causality, isolation of sequences and rows, and equal bits."""
 
 import pytest
 import torch
@@ -222,7 +222,7 @@ def test_a_broken_text_stays_alone(row, path, broken):
 
 
 def row_results(row: Row, inputs: Inputs, path: dict[str, str], order: list[int]) -> list[Result]:
-    """Run rows of the batch together and take the results apart; the loss of a row does not depend on its place."""
+    """Run rows of the batch together and separate the results; the loss of a row does not depend on its place."""
     leaves = {name: x.clone().requires_grad_() for name, x in rows(inputs, order).items()}
     output, state = row.op(**leaves, **path, chunk_size=16)
     loss = (output * weights(output[:1], 1)).sum() + (state * weights(state[:1], 2)).sum()

@@ -1,4 +1,4 @@
-"""What processes that share a model compare before they load it, and how many of them there must be."""
+"""The comparison of processes that share a model before they load it, and their required number."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""What the tests of lineate.integrations.transformers share."""
+"""Helpers that the tests of lineate.integrations.transformers share."""
 
 import warnings
 from functools import cache

@@ -274,7 +274,7 @@ def own_mixer():
 
 @pytest.mark.parametrize("lacks", [(), ("gain", "shift"), ("shift",), ("in_proj",)])
 def test_missing_tensors_of_a_users_mixer_are_initialised(tmp_path, own_mixer, lacks):
-    """Loaded tensors are left as they are, also by a reset_parameters that writes in place."""
+    """Loaded tensors are left unchanged, also by a reset_parameters that writes in place."""
     config = replace(CONFIGS["DRL"], pattern="ZR", mixers={"own": LinearConfig(2, 2, 8, 8)})
     model = HybridLM(config)
     with torch.no_grad():
@@ -452,7 +452,7 @@ def test_trainer_learns_saves_and_resumes(tmp_path):
     plain = HybridLM.from_pretrained(tmp_path / "a/checkpoint-12", progress=False)
     assert torch.equal(plain(x).logits, loaded(x).logits)
 
-    packing = DataCollatorWithFlattening()  # one row of sequences, told apart by position_ids
+    packing = DataCollatorWithFlattening()  # one row of sequences, separated by position_ids
     assert train(tmp_path / "b", packing)[1][-1] < 0.6 * losses[0]
 
 

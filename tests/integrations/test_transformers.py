@@ -72,7 +72,7 @@ VARIANTS = {
 @pytest.mark.cover
 @pytest.mark.parametrize("variant", [name for name, (family, _) in VARIANTS.items() if family in NAMES])
 def test_variants_of_a_family(variant):
-    """What a configuration switches: bounds, limits, biases, and the order of norm and gate; one row, in calls too."""
+    """The switches of a configuration: bounds, limits, biases, and the order of norm and gate; one row, and calls."""
     family, changes = VARIANTS[variant]
     model = build(family, **changes)
     logits, worst = compare(model, tokens(1, 70))

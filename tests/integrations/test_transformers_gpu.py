@@ -25,7 +25,7 @@ def model(request):
 def test_logits_and_gradients_on_a_gpu(model):
     """Logits equal transformers'; gradients are within 1e-3 of float64's, or as near as its own, or as float32 rounds.
 
-    A gate with a strong decay has a gradient of 1e-5 of the others, the difference of what is as large as they are.
+    A gate with a strong decay has a gradient of 1e-5 of the others, the difference of numbers of their size.
     """
     ids = tokens(2, 150).cuda()
     logits = []

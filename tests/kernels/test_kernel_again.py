@@ -1,4 +1,4 @@
-"""A call of a known form is repeated without another look at it, with the same bits; others are looked at."""
+"""A call of a known form is repeated without checks, with the same bits; other calls are checked."""
 
 import importlib
 
@@ -17,12 +17,12 @@ FORM = {"backend": "triton", "form": "chunkwise"}
 
 
 class LookedAt(Exception):
-    """A call was looked at."""
+    """A call was checked."""
 
 
 @pytest.fixture
 def forbid(monkeypatch):
-    """Return a function after which every call that is looked at raises LookedAt."""
+    """Return a function after which every call that is checked raises LookedAt."""
     pytest.importorskip("triton")
     importlib.import_module("lineate.kernels.tape").forget_tapes()
 

@@ -24,7 +24,7 @@ CHUNKWISE = {"form": "chunkwise", "backend": "triton"}
 
 @pytest.fixture
 def choose(monkeypatch):
-    """Return a function that sets whether scores are made beside the walks, however many and long; skip other GPUs.
+    """Return a function that sets whether scores run in parallel with walks, however many and long; skip other GPUs.
 
     Before it is called again, and at the end, every launch of the scores must have been as it was chosen.
     """

@@ -1,4 +1,4 @@
-"""Bits of the kernels: the same twice, in any batch and beside NaN; a call split anywhere equals the whole."""
+"""Bits of the kernels: the same twice, in any batch and next to NaN; a call split anywhere equals the whole."""
 
 import pytest
 import torch

@@ -108,7 +108,7 @@ def test_second_derivatives_are_refused(path):
 @pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_inputs_are_never_modified(path):
-    """The call, its backward and changes to the result leave the inputs as they are."""
+    """The call, its backward and changes to the result leave the inputs unchanged."""
     inputs = convert(draw(KIMI_DELTA, sized(path, ONE_HEAD)), path.dtype)
     for normalize_qk in (False, True):
         leaves = {name: x.to(path.device).clone().requires_grad_() for name, x in inputs.items()}

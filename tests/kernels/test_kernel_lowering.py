@@ -57,7 +57,7 @@ def rules() -> Iterator[Case]:
     for row in GATES:
         yield rule(GPUS[0], row, "given", "many heads", backward=False, packed=next(packed))
         yield rule(GPUS[2], row, GATES[row][0], "60", backward=False, packed=next(packed))
-    for row, gates in (("delta", "given"), ("gated_delta", "raw")):  # scores beside the walk
+    for row, gates in (("delta", "given"), ("gated_delta", "raw")):  # scores in parallel with the walk
         yield rule(GPUS[0], row, gates, "grouped", backward=True, packed=next(packed))
 
 

@@ -26,7 +26,7 @@ from tests.support.rule_kernels import MODEL, SHORT, loss_of, run, sized
 @pytest.mark.parametrize("by_head", [False, True], ids=["q, k, v", "head by head"])
 @pytest.mark.parametrize("row", [LINEAR, GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_views_of_one_projection(row, by_head, path):
-    """q, k and v stay where a fused projection left them; its gradient is their gradients beside each other."""
+    """q, k and v stay where a fused projection left them; its gradient is their gradients next to each other."""
     shape = sized(path, SHORT._replace(b=2, hv=1, k=16, v=24), MODEL._replace(b=2))
     if by_head:
         shape = shape._replace(h=2, hv=2)

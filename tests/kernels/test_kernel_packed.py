@@ -87,7 +87,7 @@ def test_packed_texts_do_not_see_each_other(row, path):
     "wrong", [(0, 20, 140), (3, 20, 130), (0, 120, 60, 130), (0, -5, 130), (0, 1000, 0, 130), (0, 0, 0)], ids=str
 )
 def test_wrong_bounds_touch_nothing_outside(wrong):
-    """Bounds are not checked on a GPU either; memory around the tensors stays as it is."""
+    """Bounds are not checked on a GPU either; memory around the tensors is unchanged."""
     shape = MODEL._replace(h=1, hv=2) if not any(wrong) else MODEL
     inputs = convert(draw(GATED_DELTA, shape, "empty memory"), torch.bfloat16)
     guarded = {}

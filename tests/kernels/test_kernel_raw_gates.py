@@ -64,7 +64,7 @@ def test_fused_packed_texts(row, path):
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("row", slow_but(FUSED_ROWS, FUSED_ROWS[1:]), ids=str)
 def test_fused_gates_of_another_dtype(row, path):
-    """A layer's gates may be float32 beside q in bfloat16, and its parameters bfloat16."""
+    """A layer's gates may be float32 with q in bfloat16, and its parameters bfloat16."""
     inputs = raw_inputs(row, path, "bias", sized(path, ONE_HEAD))
     narrow = torch.float16 if path.device == "cpu" else torch.bfloat16
     for gates, parameters in ((narrow, torch.float32), (torch.float32, narrow)):

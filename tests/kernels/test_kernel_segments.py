@@ -129,7 +129,7 @@ def test_batch_company_never_changes_where_a_row_is_cut(row, path, cuts):
 
 
 def each_sequence(row: Row, parts: list[Inputs], path: Path, packed: bool) -> list[Result]:
-    """Run these sequences in one call, packed or as rows, and take the results apart; the loss is the sum of all."""
+    """Run these sequences in one call, packed or as rows, and separate the results; the loss is the sum of all."""
     lengths = [x["q"].shape[1] for x in parts]
     joined = {n: torch.cat([x[n] for x in parts], 1 if packed and n != "state" else 0) for n in parts[0]}
     leaves = {n: x.to(path.device).requires_grad_() for n, x in joined.items()}

@@ -122,7 +122,7 @@ def test_queries_stay_where_moving_them_saves_little():
     largest, mean = max(attention_pairs(parts)), sum(attention_pairs(parts)) / 4
     assert largest > 1.3 * mean and largest - mean < balance.LEAST_PAIRS
     assert not plan_moves(parts) and plan_moves(parts, rows=2)
-    assert not plan_moves(evenly([4 * 4000] * 4, 4))  # they are balanced as they are
+    assert not plan_moves(evenly([4 * 4000] * 4, 4))  # they are balanced without moves
 
 
 def collect(sources: list[Source], tokens: list[str], states: list[list[str]], sent: list[list[str]]) -> list[str]:
@@ -293,7 +293,7 @@ for name in LONG:
 
     @case(f"pairs: {name}")
     def _(group, name=name):
-        """What runs is what is counted; without moves the largest rank has 30% more than the mean."""
+        """The work that runs is the work that is counted; without moves the largest rank has 30% more than the mean."""
         for mixer in SOFTMAX:
             ran, counted = count_pairs(LONG[name], mixer, group)
             if ran != counted or excess(ran) > MOST:
@@ -337,7 +337,7 @@ def _(group):
 
 
 class Events(list[str]):
-    """What happens in a call: exchanges that begin, waits for them, and local work."""
+    """The events of a call: exchanges that begin, waits for them, and local work."""
 
     def noted(self, event: str, run):
         def noting(*args, **named):

@@ -210,7 +210,7 @@ def test_a_layer_that_was_converted(letter):
 
 
 class _Adapted(nn.Module):
-    """A linear layer with something beside it, and no weight of its own."""
+    """A wrapper of a linear layer with another one in parallel, and no weight of its own."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

@@ -316,7 +316,7 @@ def test_lengths_of_texts_are_looked_for_once_but_a_change_is_seen(monkeypatch):
     bounds[1] = 8
     assert sequences.sequence_lengths(bounds) == (8, 2)
     looked.clear()
-    copied = sequences.copied_bounds(torch.tensor([0, 4, 6]), "meta")  # whose numbers nobody can read
+    copied = sequences.copied_bounds(torch.tensor([0, 4, 6]), "meta")  # whose numbers cannot be read
     assert len(looked) == 1 and looked[0].device.type == "cpu"
     assert sequences.sequence_lengths(copied) == (4, 2) and len(looked) == 1
 

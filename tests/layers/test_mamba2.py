@@ -95,7 +95,7 @@ def test_gradients_are_those_of_the_equation(name):
 
 @torch.no_grad()
 def test_forms_and_backends_agree():
-    """What the rule is called with gives one result in every form."""
+    """The inputs of the rule give one result in every form."""
     found = make(torch.float32).trace(tokens(1, 70, dtype=torch.float32))
     wanted, state = lineate.gated_linear_attention(**found.given(), form="recurrent", backend="torch")
     for form, backend in product(("recurrent", "chunkwise"), ("torch", "native")):

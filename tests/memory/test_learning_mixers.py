@@ -1,4 +1,4 @@
-"""What all mixers whose memory learns share (lineate/layers/learning.py)."""
+"""Properties that all mixers whose memory learns share (lineate/layers/learning.py)."""
 
 import pytest
 import torch

@@ -135,7 +135,7 @@ def test_chunks_without_gates(gates):
 @pytest.mark.parametrize("continued", [False, True])
 @pytest.mark.parametrize("bounds", [(0, 1, 1, 13, 21, 25), (0, 0, 9, 9, 25, 25)], ids=["one chunk beside", "none"])
 def test_packed(form, continued, bounds):
-    """Sequences packed into one row equal these sequences alone, with empty ones beside any others."""
+    """Sequences packed into one row equal these sequences alone, with empty ones between any others."""
     given = inputs(25, b=1)
     state = some_state(5, [0, 2, 7, 0, 5]) if continued else None
     leaves = [*given, *([] if state is None else [state[n] for n in ("P", "S", "ridge")])]

@@ -170,7 +170,7 @@ def test_compiled_calls_leave_the_state_they_continue():
     assert after.lengths == 7
     assert all(torch.equal(x, kept[name]) for name, x in state.tensors.items())
     _, eager = layer(torch.randn(1, 1, 16), state)
-    assert eager.tensors["keys"] is state.tensors["keys"]  # nobody has claimed the room
+    assert eager.tensors["keys"] is state.tensors["keys"]  # the room is not claimed yet
 
 
 @pytest.mark.cover

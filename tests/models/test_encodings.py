@@ -289,7 +289,7 @@ def test_a_last_group_of_gptq_that_is_cut(tmp_path):
     assert torch.equal(checkpoint.read("x.weight"), value)
 
 
-# Codes that stay as they are
+# Codes that are kept unchanged
 
 KEPT = {
     "packed 4 bits": (compressed_config("pack-quantized", num_bits=4, strategy="group", group_size=32),

@@ -103,13 +103,13 @@ def test_tensors_equal_those_of_the_folder(name, folders, tmp_path):
 
 
 def test_files_of_earlier_converters(folders, tmp_path):
-    def one_projection(values, tensors):  # Qwen3-Next: in_proj_qkvz as it was
+    def one_projection(values, tensors):  # Qwen3-Next: in_proj_qkvz unchanged
         folder = Checkpoint.open(folders("qwen3_next"))
         for i in (0, 1, 2, 4):
             del tensors[f"blk.{i}.attn_qkv.weight"], tensors[f"blk.{i}.attn_gate.weight"]
             tensors[f"blk.{i}.ssm_in.weight"] = folder.read(f"model.layers.{i}.linear_attn.in_proj_qkvz.weight")
 
-    def one_up_projection(values, tensors):  # Kimi Linear: kv_b_proj as it was; dims of 1 left out
+    def one_up_projection(values, tensors):  # Kimi Linear: kv_b_proj unchanged; dims of 1 left out
         del tensors["blk.3.attn_k_b.weight"], tensors["blk.3.attn_v_b.weight"]
         tensors["blk.3.attn_kv_b.weight"] = Checkpoint.open(folders("kimi_linear")).read(
             "model.layers.3.self_attn.kv_b_proj.weight"
@@ -229,7 +229,7 @@ def test_what_each_tensor_of_the_model_is_kept_as(wide, tmp_path):
     ("kind", "form", "close"), [("Q8_0", "int8", CLOSE), ("Q4_0", "int4", CLOSE), ("Q6_K", "int8", 0.02)]
 )
 def test_blocks_stay_quantised_in_the_model(kind, form, close, wide, tmp_path):
-    """Q8_0 and Q4_0 stay as they are; Q6_K is rounded once more, to 8 bits."""
+    """Q8_0 and Q4_0 are kept unchanged; Q6_K is rounded once more, to 8 bits."""
 
     def kinds(name: str, shape: tuple[int, ...]) -> str:
         gates = ("ssm_alpha", "ssm_beta")  # they share a weight with q, k, v and z

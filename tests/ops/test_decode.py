@@ -333,6 +333,12 @@ WRONG: list[tuple[str, dict[str, object], type[Exception], str]] = [
      "state must be float32 or bfloat16 for float32 inputs, got float16; convert it with .to(torch.float32)"),
     ("state expanded", {"state": zeros(1, 4, 3, 5).expand(2, 4, 3, 5)}, ValueError,
      "state must have memory of its own for each row, got an expanded view; call .contiguous()"),
+    ("state with rows that overlap", {"state": zeros(99).as_strided((2, 4, 3, 5), (30, 15, 5, 1))}, ValueError,
+     "state must have memory of its own for each number, got strides (30, 15, 5, 1) for shape (2, 4, 3, 5), in which "
+     "numbers share memory; call .contiguous()"),
+    ("pool with slots that overlap", {"state": zeros(200).as_strided((6, 4, 3, 5), (20, 15, 5, 1)), "slots": PAIR},
+     ValueError, "state must have memory of its own for each number, got strides (20, 15, 5, 1) for shape "
+     "(6, 4, 3, 5), in which numbers share memory; call .contiguous()"),
     ("slots list", {"slots": [0, 1]}, TypeError, "slots must be a torch.Tensor or None, got list"),
     ("slots float", {"slots": zeros(2)}, ValueError, "slots must be int32 or int64, got float32"),
     ("slots elsewhere", {"slots": PAIR.to(META)}, ValueError,
@@ -386,6 +392,8 @@ WRONG: list[tuple[str, dict[str, object], type[Exception], str]] = [
      "dt_bias is for raw gates, got raw_gates=False; pass raw_gates=True"),
     ("beta_scale without raw gates", {"beta_scale": 2.0}, ValueError,
      "beta_scale is for raw gates, got 2.0 and raw_gates=False; multiply beta by it"),
+    ("beta_scale without beta", {"raw_gates": True, "A_log": zeros(4), "beta": None, "beta_scale": 2.0}, ValueError,
+     "beta_scale=2.0 needs beta, the raw logit, got beta=None; leave it 1"),
     ("beta_scale", {"raw_gates": True, "A_log": zeros(4), "beta_scale": "2"}, TypeError,
      "beta_scale must be a number, got str"),
     ("raw gates without A_log", {"raw_gates": True}, ValueError,
@@ -510,3 +518,22 @@ def test_one_compilation_for_every_batch_and_length():
 @pytest.mark.gpu
 def test_compiled_by_inductor():
     call_compiled(inputs_of(GATED_DELTA, SHAPE), ("cuda", "auto"), "inductor")
+
+
+def test_strides_that_interleave_without_overlapping():
+    """Numbers of a state may lie between those of another one; each has memory of its own."""
+    for shape, strides in (
+        ((2, 4, 3, 5), (1, 2, 8, 24)),
+        ((2, 4, 3, 5), (61, 15, 5, 1)),
+        ((1, 4, 3, 5), (0, 15, 5, 1)),
+    ):
+        state = torch.zeros(200).as_strided(shape, strides)
+        inputs = {name: x[: shape[0]] for name, x in RIGHT.items()}
+        expected = torch.zeros(shape)
+        output = decode(**{**inputs, "state": expected})
+        assert torch.equal(decode(**{**inputs, "state": state}), output) and torch.equal(state, expected)
+    state = torch.zeros(9).as_strided((2, 3), (3, 2))  # offsets 0 2 4 3 5 7
+    inputs = {name: x[:1, :, :1, :1] for name, x in RIGHT.items() if name in "qk"}
+    v, state = torch.ones(1, 3, 2, 3), state[None, :, None]
+    decode(**inputs, v=v, state=state)
+    assert torch.equal(state, state.contiguous())

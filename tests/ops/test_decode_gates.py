@@ -74,7 +74,7 @@ def test_small_raw_gates_are_not_lost(path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
 def test_one_raw_gate(row, path):
-    """Only the gate, or only the logit of beta, is raw; in the same dtype the other is taken as it is."""
+    """Only the gate, or only the logit of beta, is raw; in the same dtype the other is used unchanged."""
     inputs = inputs_of(row, SHAPE._replace(t=3))
     gates = {"gate": 20 * inputs["log_decay"], "A_log": torch.tensor([0.1, -0.3, 0.5, 0.0])}
     for bound in (None, -5.0):

@@ -51,7 +51,7 @@ def set_products(monkeypatch, value: str) -> None:
 
 @pytest.fixture(autouse=True)
 def own_processor():
-    """What a test pretends about the processor ends with it."""
+    """Forget the properties of the processor that a test has set, when the test ends."""
     yield
     processor.forget()
 

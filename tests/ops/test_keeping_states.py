@@ -1,4 +1,4 @@
-"""attend_keeping_states: the op's result, and the memory after every so many tokens."""
+"""attend_keeping_states: the op's result, and the memory after every given number of tokens."""
 
 import pytest
 import torch

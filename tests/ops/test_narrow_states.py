@@ -73,7 +73,7 @@ def test_ties_and_odd_numbers():
 @pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 def test_stochastic_rounding_of_odd_numbers(path):
-    """What bfloat16 has stays; infinities stay, NaN stays NaN, and others go to one of their two neighbours."""
+    """Numbers of bfloat16 and infinities stay, NaN stays NaN, and others go to one of their two neighbours."""
     numbers = torch.tensor([1.0, -1.5, torch.inf, -torch.inf, torch.nan, 0.0, 1 + 2**-9, -math.pi, 1e30, 2.0**-120])
     one, seeds = torch.ones(64, 1, 1, 1), torch.arange(64)
     inputs = {"q": one, "k": one, "v": numbers.expand(64, 1, 1, 10), "state": zeros(64, 1, 1, 10).bfloat16()}

@@ -1,4 +1,4 @@
-"""Odd numbers: NaN beside a positive log_decay, subclasses of tensors, rates too small for float32, huge ints."""
+"""Odd numbers: NaN next to a positive log_decay, subclasses of tensors, rates too small for float32, huge ints."""
 
 import pytest
 import torch

@@ -45,7 +45,7 @@ class Wider(Inputs):
 
 
 def drawn(b: int = B, **changes: Tensor | None) -> Wider:
-    """Return a call of GATED_DELTA with a dummy that tells its tokens apart."""
+    """Return a call of GATED_DELTA with a dummy that differs from token to token."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(b, T, HV, n) for n in (K, K, V))
     gates = {"log_decay": -torch.rand(b, T, HV), "beta": torch.rand(b, T, HV)}

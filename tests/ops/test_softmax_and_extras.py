@@ -1,4 +1,4 @@
-"""Softmax attention beside the memories; feature maps and the normaliser of linear attention."""
+"""Softmax attention, compared with the memories; feature maps and the normaliser of linear attention."""
 
 import pytest
 import torch

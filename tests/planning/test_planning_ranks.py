@@ -149,7 +149,7 @@ def tensor_rank(names: list[str]) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def allocated() -> list[dict[str, dict[str, Any]]]:
-    """What two ranks allocate and receive."""
+    """The bytes that two ranks allocate and receive."""
     return run_ranks(RANKS, tensor_rank, list(CONFIGS))
 
 

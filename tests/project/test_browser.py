@@ -119,7 +119,7 @@ folder.mkdir(parents=True)
 
 
 def test_an_attempt_that_takes_long_ends_with_its_children(machine, monkeypatch, tmp_path):
-    """What a download has started must not go on behind the tests."""
+    """The processes that a download has started must not outlive it."""
     lock = tmp_path / "lock"
     child = (
         f"import fcntl, time; fcntl.flock(open({str(lock)!r}, 'w'), fcntl.LOCK_EX); print(flush=True); time.sleep(600)"

@@ -1,4 +1,4 @@
-"""What --help and --version say, on 80 columns, and what they import."""
+"""The output of --help and --version, on 80 columns, and their imports."""
 
 import shlex
 import subprocess

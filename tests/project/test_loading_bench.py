@@ -30,7 +30,7 @@ def test_both_files_have_the_same_numbers(files):
     others = dict(plain.named_parameters())
     for name, x in coded.named_parameters():
         values = x.decoded() if isinstance(x, QuantisedWeight) else x
-        # alpha and beta are rounded to 8 bits beside the codes of q, k, v and z
+        # alpha and beta are rounded to 8 bits next to the codes of q, k, v and z
         torch.testing.assert_close(others[name].float(), values.float(), atol=1e-4, rtol=2**-8)
     assert coded(torch.arange(9)[None]).logits.isfinite().all()
 

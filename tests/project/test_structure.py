@@ -19,7 +19,7 @@ MOST_TEST_LINES = 600
 MOST_PARAMETERS = 10
 
 # From the top; a folder or file imports from its own level and from those below. Modules that are not named here, such
-# as rule.py or checks.py, are at the bottom, beside the backends.
+# as rule.py or checks.py, are at the bottom, with the backends.
 LEVELS = (
     ("cli",),
     ("serving",),

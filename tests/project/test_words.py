@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 SOURCES = sorted((ROOT / "lineate").rglob("*.py"))
+OTHERS = sorted(path for folder in ("tests", "bench", "examples") for path in (ROOT / folder).rglob("*.py"))
 COLUMNS = 120
 
 # Each idiom, and in the comment what to write instead.
@@ -86,6 +87,18 @@ def test_sources_have_no_idioms():
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in SOURCES
         for line, kind, text in prose_of_source(path.read_text())
+        for name in idioms_of(text, kind)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_tests_and_benches_have_no_idioms():
+    """Docstrings and comments; strings are data of the tests."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in OTHERS
+        for line, kind, text in prose_of_source(path.read_text())
+        if kind != "string"
         for name in idioms_of(text, kind)
     ]
     assert not found, "\n".join(found)

@@ -67,7 +67,7 @@ def test_without_memory_blocks_are_decoded(decoded: list[int], monkeypatch: pyte
     monkeypatch.setattr("lineate.quantised.product.available", lambda *subjects: False)
     quantised, x = quantize(torch.randn(40, 64), "int4"), torch.randn(2, 64)
     before = expanded.kept_bytes()
-    for total, available in ((1 << 30, 1 << 20), (1 << 30, 1 << 28)):  # a quarter of all is left, but not beside it
+    for total, available in ((1 << 30, 1 << 20), (1 << 30, 1 << 28)):  # a quarter is left, but no more
         monkeypatch.setattr(expanded, "machine_memory", lambda found=(total, available): found)
         torch.testing.assert_close(F.linear(x, quantised), F.linear(x, quantised.decoded()))
         assert expanded.kept_bytes() == before

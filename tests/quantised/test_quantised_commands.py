@@ -96,7 +96,7 @@ def test_what_it_prints_and_copies(folder: Path, tmp_path: Path) -> None:
     assert files(out).keys() == files(folder).keys()
     for name in files(folder).keys() - {"config.json", "model.safetensors"}:
         assert files(out)[name] == files(folder)[name]
-    again = lineate("quantize", out, tmp_path / "again", "--bits", "4")  # codes are taken as they are
+    again = lineate("quantize", out, tmp_path / "again", "--bits", "4")  # codes are taken unchanged
     assert again.exit_code == 0 and files(tmp_path / "again") == files(out)
 
 

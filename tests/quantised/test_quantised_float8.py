@@ -1,4 +1,4 @@
-"""Weights of float8: their numbers and products, published blocks that stay as they are, and what is refused."""
+"""Weights of float8: their numbers and products, published blocks that are kept unchanged, and refused files."""
 
 from pathlib import Path
 

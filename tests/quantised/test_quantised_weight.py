@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from lineate.native.build import available
 from lineate.native.low_precision_matmul import linear
 from lineate.quantised import FORMATS, GROUP, QuantisedWeight, quantize
+from tests.support import fresh
 
 ALL = tuple(FORMATS)
 CODED = ("int8", "int4")
@@ -232,3 +234,39 @@ def test_many_columns_and_many_rows_of_a_weight(form: str, out: int, size: int) 
     assert relative(whole, x @ quantised.decoded().T) < (0.01 if form == "int4" else 1e-4)
     for n in (1, 2, 3, 4, 7):
         assert torch.equal(F.linear(x[:n], quantised), whole[:n])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", [*FORMATS])
+def test_autocast_is_that_of_a_linear_layer(form: str, dtype: torch.dtype) -> None:
+    """Operands are converted to autocast's dtype, which the result has; float64 is left alone."""
+    torch.manual_seed(0)
+    weight, x, bias = quantize(torch.randn(48, 64), form), torch.randn(3, 64), torch.randn(48)
+    plain = nn.Linear(64, 48)
+    plain.weight.data, plain.bias.data = weight.decoded(), bias
+    with torch.autocast("cpu", dtype):
+        y, wanted = F.linear(x, weight, bias), plain(x)
+        alone, wide = F.linear(x, weight), F.linear(x.double(), weight)
+        with torch.autocast("cpu", enabled=False):
+            off = F.linear(x, weight)
+    assert y.dtype == wanted.dtype == alone.dtype == dtype
+    assert wide.dtype == torch.float64 and off.dtype == torch.float32
+    assert torch.equal(alone, F.linear(x.to(dtype), weight)) and torch.equal(off, F.linear(x, weight))
+    assert torch.equal(y, F.linear(x.to(dtype), weight, bias.to(dtype)))
+    assert relative(y, wanted) < 0.02
+    given = x.clone().requires_grad_()
+    with torch.autocast("cpu", dtype):
+        F.linear(given, weight).sum().backward()
+    assert given.grad is not None and given.grad.dtype == torch.float32
+    torch.testing.assert_close(given.grad, weight.decoded().float().sum(0).expand(3, 64), rtol=0.02, atol=0.1)
+
+
+def test_a_saved_weight_loads_after_the_package_is_imported(tmp_path: Path) -> None:
+    """torch.load without pickles needs lineate.quantised, which `import lineate` leaves out."""
+    torch.save({"weight": quantize(torch.randn(32, 32), "int8")}, tmp_path / "weight.pt")
+    file = str(tmp_path / "weight.pt")
+    load = f"torch.load({file!r}, weights_only=True)['weight']"
+    done = fresh.run(f"import torch, lineate\n{load}")
+    assert done.returncode != 0 and "lineate.quantised.weight.QuantisedWeight" in done.stderr
+    done = fresh.run(f"import torch, lineate.quantised\nprint({load})")
+    assert done.returncode == 0 and done.stdout.startswith("QuantisedWeight(int8"), done.stderr

@@ -1,4 +1,4 @@
-"""What is not an update rule is refused with a message, and nothing of it is ever run."""
+"""A text that is not an update rule is refused with a message, and nothing of it is ever run."""
 
 import ast
 import builtins

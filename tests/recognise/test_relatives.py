@@ -147,7 +147,7 @@ def test_what_is_square_only_says_so():
 
 
 def test_one_step_of_weight_decay_is_gated_deltanet_of_other_gates():
-    """What the text of "undecayed-read" says: beta / decay for beta, decay * v for v."""
+    """The statement of the text of "undecayed-read": beta / decay for beta, decay * v for v."""
     torch.manual_seed(0)
     S, k, v = torch.randn(5, 3).double(), torch.randn(5).double(), torch.randn(3).double()
     a, b = torch.tensor([0.7]).double(), torch.tensor([0.4]).double()

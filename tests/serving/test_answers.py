@@ -281,7 +281,7 @@ def test_a_fault_that_passes_leaves_none(fails, monkeypatch, caplog):
 @pytest.mark.parametrize("pattern", PATTERNS)
 @torch.no_grad()
 def test_its_states_have_the_bits_of_reading_the_text(pattern):
-    """Whatever else was decoded beside it, and though a request came in the middle."""
+    """Whatever else was decoded with it, and though a request came in the middle."""
     engine = make(pattern)
     submit(engine, prompt(20, seed=9), 30)
     text = answer(engine, submit(engine, new=110))

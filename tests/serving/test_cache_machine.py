@@ -1,4 +1,4 @@
-"""Random sequences of calls of the state cache, beside a plain dict of prefixes.
+"""Random sequences of calls of the state cache, compared with a plain dict of prefixes.
 
 Rules keep, find, restart, kill and damage; budgets are small, so that states are given up and written to disk all the
 time. After every call the bytes are summed up again, and whatever was given up must be gone and overwritten.

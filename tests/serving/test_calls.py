@@ -104,7 +104,7 @@ def after(text, at, part):
 
 
 def check(text, parts):
-    """Fail unless every character of a text is in its parts once, except for markers and white space beside them."""
+    """Fail unless every character of a text is in its parts once, except for markers and white space next to them."""
     places = {0}
     for part in parts:
         before, places = places, {end for at in places for end in after(text, at, part)}

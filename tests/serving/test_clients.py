@@ -1,4 +1,4 @@
-"""What clients of OpenAI, vLLM, llama.cpp, Ollama and lm-evaluation-harness send, and what they read."""
+"""Requests that clients of OpenAI, vLLM, llama.cpp, Ollama and lm-evaluation-harness send, and their answers."""
 
 import json
 import logging
@@ -310,7 +310,7 @@ def test_log_probabilities_of_a_prompt(engine, model, length):
 
 
 def test_a_prompt_with_log_probabilities_waits_for_no_other(model):
-    """It is read at once beside one with the same beginning, which it leaves nothing to."""
+    """It is read at the same time as one with the same beginning, which it leaves nothing to."""
     engine = Engine(model, slots=2, context=CONTEXT, spacing=SPACING, cache=StateCache(2**24, SPACING))
     ids = list(range(4 * SPACING))
     handles = [engine.submit(Request(ids, max_new_tokens=1, prompt_logprobs=x)) for x in (None, 0, None, 0)]

@@ -135,7 +135,7 @@ def test_lookup_grows_with_success_and_pauses_after_failures():
 
 
 def test_lookup_indexes_only_new_tokens():
-    """Each token is looked at once, however often the sequence is continued."""
+    """Each token is read once, however often the sequence is continued."""
 
     class Noted(list):
         taken = 0

@@ -101,7 +101,7 @@ def test_prompts_that_part_between_two_cuts_go_on_from_the_last_one():
 @pytest.mark.cover
 @pytest.mark.parametrize("pattern", slow_but(PATTERNS, ("GGGA", "TPNC")))
 def test_the_next_turn_has_the_bits_of_reading_the_whole_conversation(pattern):
-    """Three turns from the cache, beside others; each has the log-probabilities of an engine that keeps nothing."""
+    """Three turns from the cache, with others; each has the log-probabilities of an engine that keeps nothing."""
     engine, ids = make(pattern), prompt(70)
     for turn in range(3):
         request = Request(ids, DRAWN, max_new_tokens=30, logprobs=3)

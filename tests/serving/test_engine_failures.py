@@ -1,4 +1,4 @@
-"""What goes wrong in one request ends that request alone; the engine goes on, in its thread too."""
+"""An error in one request ends that request alone; the engine goes on, in its thread too."""
 
 import threading
 

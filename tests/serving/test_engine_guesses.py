@@ -64,7 +64,7 @@ def check(pattern: str, handle: Handle) -> None:
 @pytest.mark.cover
 @pytest.mark.parametrize("pattern", slow_but(PATTERNS, ("GGGA", "TPNC", "KKKM, experts")))
 def test_guesses_do_not_change_the_tokens(pattern):
-    """Rows with many right guesses run beside rows with few; rows join, fork and leave, and the cache is used."""
+    """Rows with many right guesses run with rows with few; rows join, fork and leave, and the cache is used."""
     drafter = Oracle(pattern, 4)
     engine = make(pattern, drafter)
     requests = [

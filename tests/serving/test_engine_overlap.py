@@ -207,7 +207,7 @@ def test_a_deadline_between_steps():
 
 
 def test_a_step_that_cannot_begin_fails_after_the_tokens_before_it(caplog):
-    """What the last step has chosen is delivered; a row that ended with it has ended well."""
+    """The tokens of the last step are delivered; a row that ended with it has ended well."""
     engine = make(cache=None)
     Steps(engine, fails=4)
     going = engine.submit(Request(prompt(4), DRAWN, max_new_tokens=30))
@@ -224,7 +224,7 @@ def test_a_step_that_cannot_begin_fails_after_the_tokens_before_it(caplog):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_waiting_for_a_step_can_be_interrupted(overlap, monkeypatch):
-    """Nobody has taken the tokens of that step, so the next one takes them; nothing is read twice."""
+    """The tokens of that step have not been taken, so the next one takes them; nothing is read twice."""
     engine, wait, interruptions = make(overlap=overlap), NextTokens.wait, iter([0, 1, 0, 0, 1, 1, 0])
 
     def interrupted(step):

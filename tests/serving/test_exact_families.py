@@ -102,7 +102,7 @@ def requests(lm: HybridLM) -> list[Request]:
 
 
 def run_all(lm: HybridLM, folder, budget: int, guesses: bool, rounds: int) -> None:
-    """Run all requests beside each other, in rounds of another order, with a restart after each; check them all."""
+    """Run all requests at the same time, in rounds of another order, with a restart after each; check them all."""
     seen = {"evictions": 0, "spilled": 0, "restored": 0, "guesses": 0, "cached": 0}
     for n in range(rounds):
         states = StateCache(budget, SPACING, folder, identity_of(lm), poison=True)

@@ -32,7 +32,7 @@ SCENARIOS = {
     "cancellation": ["test_engine.py::test_cancelling_frees_the_row_at_the_next_step"],
 }
 """Tests of the fast suite, each of which takes a second."""
-# Left out: tests that break something on one rank, that call the model beside the engine, or that set the clock.
+# Left out: tests that break something on one rank, that call the model outside of the engine, or that set the clock.
 FILES = {
     "test_engine.py": "not kept_states and not the_bits and not log_prob and not deadlines and not errors",
     "test_engine_guesses.py": "not that_fails and not observe",
@@ -217,7 +217,7 @@ def broken(*_: object) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("started", [False, True])
 def test_a_rank_that_fails_ends_all_requests(rank, started, no_grace, caplog):
-    """What an engine of one process would survive ends the job: the other rank waits for this one in a collective."""
+    """An error that one process would survive ends the job: the other rank waits for this one in a collective."""
     pair = Pair()
     told, ended, said = threading.Event(), threading.Event(), []
     pair.front.watch(lambda why: (said.append(why), told.set()))

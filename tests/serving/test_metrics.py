@@ -1,4 +1,4 @@
-"""What Prometheus reads: a number that can fall is a gauge, one that only grows is a counter."""
+"""The metrics for Prometheus: a number that can fall is a gauge, one that only grows is a counter."""
 
 from dataclasses import asdict, fields
 from itertools import pairwise

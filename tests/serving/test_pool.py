@@ -28,7 +28,7 @@ def same_state(got: ModelState, expected: ModelState, tolerance: float = 1e-4) -
 @patterns
 @torch.no_grad()
 def test_rows_are_continued_as_if_alone(pattern):
-    """Rows join and leave between steps, in any order; freed rows are NaN, which nobody may see."""
+    """Rows join and leave between steps, in any order; freed rows are NaN, which may not reach any result."""
     lm, pool = model(pattern), Pool(model(pattern), 3, 160, poison=True)
     generator = torch.Generator().manual_seed(1)
     states: list[ModelState] = []

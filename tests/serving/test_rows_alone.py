@@ -64,7 +64,7 @@ WEIGHTS = ("float32", "bfloat16", "bfloat16 direct", "float16 direct", "int8", "
 
 @pytest.fixture(autouse=True)
 def own_processor():
-    """What a test pretends about the processor ends with it."""
+    """Forget the properties of the processor that a test has set, when the test ends."""
     yield
     processor.forget()
 

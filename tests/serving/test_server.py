@@ -442,7 +442,7 @@ def test_a_stream_that_fails_names_its_request(engine, tokenizer, gate, monkeypa
 
 @pytest.mark.parametrize(("route", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})])
 def test_long_texts_do_not_delay_others(engine, tokenizer, gate, monkeypatch, route, body):
-    """What takes long runs beside the event loop: another request is answered meanwhile."""
+    """Long work runs outside of the event loop: another request is answered meanwhile."""
     own, begun = tokenizer.shown_bytes, threading.Event()
 
     def slow(token, keep_special):

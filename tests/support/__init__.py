@@ -1,1 +1,1 @@
-"""What tests share: `from tests.support.cases import ...` or `from tests.support import half`, never by a bare name."""
+"""Code that tests share: `from tests.support.cases import ...` or `from tests.support import half`."""

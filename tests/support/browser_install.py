@@ -64,7 +64,7 @@ def _starts(path: str) -> bool:
 
 
 def _attempt(command: list[str], limit: float) -> bool:
-    """Run a command, and end it with all its children after so many seconds; return whether it succeeded."""
+    """Run a command, and end it with all its children after a number of seconds; return whether it succeeded."""
     print(f"{MISSING}; trying: {' '.join(command)}", flush=True)
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "PLAYWRIGHT_DOWNLOAD_CONNECTION_TIMEOUT": "5000"}
     own = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)

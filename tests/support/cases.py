@@ -241,7 +241,7 @@ def recurrent(row: Row, inputs: Inputs, **options: object) -> Result:
 
 
 def fingerprint(x: object) -> object:
-    """Return a key that tells tensors apart by their contents; return other values unchanged."""
+    """Return a key that distinguishes tensors by their contents; return other values unchanged."""
     if not isinstance(x, Tensor):
         return x
     plain = x.detach().cpu().contiguous()
@@ -261,8 +261,8 @@ def weights(like: Tensor, seed: int) -> Tensor:
     return torch.randint(-8, 9, like.shape, generator=generator).double() / 8
 
 
-# Float32 has no relative accuracy left near its smallest number (1e-38): a memory that was decayed to e^-75 is 0 beside
-# anything else, and the forms return 0. Errors of numbers below these are measured relative to these.
+# Float32 has no relative accuracy left near its smallest number (1e-38): a memory that was decayed to e^-75 is 0 next
+# to anything else, and the forms return 0. Errors of numbers below these are measured relative to these.
 _SMALLEST = {torch.float64: 1e-180, torch.float32: 1e-20}
 
 

@@ -1,4 +1,4 @@
-"""What the tests of `lineate.decode` share: where it runs, its inputs, and the comparison with the oracle."""
+"""Helpers that the tests of `lineate.decode` share: where it runs, its inputs, and the comparison with the oracle."""
 
 import pytest
 import torch

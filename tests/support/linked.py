@@ -9,7 +9,7 @@ from lineate.parallel.job.link import Link
 
 
 class Linked:
-    """The links of so many ranks."""
+    """The links of the given number of ranks."""
 
     def __init__(self, size: int) -> None:
         self._ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]

@@ -37,7 +37,7 @@ TESTS = Path(__file__).parents[1] / "serving"
 
 
 class Joined:
-    """What a rank has made: its engines and its caches by name."""
+    """The objects that a rank has made: its engines and its caches by name."""
 
     def __init__(self) -> None:
         place = find_place()

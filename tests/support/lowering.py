@@ -14,7 +14,7 @@ WAIT = "from tests.support.lowering import serve; serve()"
 
 
 class Launched(NamedTuple):
-    """What a call has launched."""
+    """The kernels that a call has launched."""
 
     launched: list[str]
     """The kernels, in order."""

@@ -63,7 +63,7 @@ class Clients:
         return self.answers
 
     def wait(self, rounds: int) -> None:
-        """Wait until every client has got so many more answers."""
+        """Wait until every client has got the given number of further answers."""
         before = dict(self.done)
         until(lambda: all(self.done[n] >= before.get(n, 0) + rounds for n in range(len(self.bodies))), "answers")
 

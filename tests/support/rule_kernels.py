@@ -111,7 +111,7 @@ def packed_inputs(row: Row, path: Path, lengths: tuple[int, ...], small: Shape =
 
 
 def row_results(row: Row, inputs: Inputs, path: Path, order: list[int]) -> list[Result]:
-    """Run rows of the batch together and take the results apart; the loss of a row does not depend on its place."""
+    """Run rows of the batch together and separate the results; the loss of a row does not depend on its place."""
     leaves = {name: x[order].to(path.device).requires_grad_() for name, x in inputs.items()}
     output, state = row.op(**leaves, form="chunkwise", backend="triton")
     loss = sum((x.double() * weights(x[:1], i).to(path.device)).sum() for i, x in ((1, output), (2, state)))

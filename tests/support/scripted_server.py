@@ -34,7 +34,7 @@ CACHE_BYTES_A_TOKEN = 1024
 
 @dataclass
 class Script:
-    """What happens after a turn."""
+    """The event after a turn."""
 
     pieces: tuple[str, ...] = ("Fine.",)
     """The answer, one piece an event."""

@@ -348,7 +348,7 @@ Run = Callable[[dist.ProcessGroup], None]
 
 
 class Cases:
-    """What each rank runs, by name; the group of a case has as many ranks as the case needs."""
+    """The function that each rank runs, by name; the group of a case has as many ranks as the case needs."""
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}

@@ -52,7 +52,7 @@ def model(pattern: str) -> HybridLM:
 
 
 def prompt(length: int, seed: int = 0, begins: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Return a random prompt of so many tokens, the first of which are given."""
+    """Return a random prompt of n tokens, the first of which are given."""
     drawn = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     return (*begins, *drawn[len(begins) :])
 
@@ -94,7 +94,7 @@ class Counting:
 
     @property
     def grammar(self) -> str:
-        """What other ranks make the same guide from."""
+        """The data from which other ranks make the same guide."""
         return f"{self.next_token} {self.last}"
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What torch sees of lineate: the calls of its ops, CUDA graphs of its kernels, and how often these are compiled."""
+"""The view of torch: the calls of lineate's ops, CUDA graphs of its kernels, and how often these are compiled."""
 
 import importlib
 import pkgutil

@@ -78,7 +78,7 @@ def test_a_conversation_that_cannot_fit(tokenizer, monkeypatch):
 
 
 def pieces_of(count, normalizer=None, pre_tokenizer=None):
-    """Return a tokenizer with bytes, in which one token has so many spaces; its decoder makes them of "\u2581"."""
+    """Return a tokenizer with bytes, in which one token has n spaces; its decoder makes them of "\u2581"."""
     from tokenizers import Tokenizer, decoders, models
 
     from lineate.text.published import PublishedTokenizer

@@ -191,7 +191,7 @@ def test_a_damaged_checkpoint_is_skipped_and_named(
     trainer.run()
     trainer.close()
     assert_same_bits(finished[1], everything(trainer))
-    assert checkpoint.problem(newest) is None  # it was made again
+    assert checkpoint.problem(newest) is None  # it was recomputed
 
 
 @pytest.mark.cover

@@ -233,7 +233,7 @@ def test_a_published_checkpoint_is_refused_before_anything_is_computed(tmp_path:
 
 @pytest.mark.cover
 def test_a_published_checkpoint_is_trained_with_its_own_tokenizer(tmp_path: Path) -> None:
-    """The run, its checkpoints and its model have the tokenizer's files as they were; a run goes on with them."""
+    """The run, its checkpoints and its model have the tokenizer's files unchanged; a run goes on with them."""
     pytest.importorskip("transformers")
     from tests.support.families import build
     from tests.support.published import make_published

@@ -1,4 +1,4 @@
-"""A trainer that queues a step before it looks at the loss of the one before makes the same run.
+"""A trainer that queues a step before it reads the loss of the one before makes the same run.
 
 On a GPU `prepare` makes such trainers; here the CPU runs ahead too, with torch's fused AdamW, which can leave an update
 out by a number that a GPU has made.
@@ -113,7 +113,7 @@ def test_bad_steps_are_skipped(tmp_path: Path, optimizer: str, capsys: pytest.Ca
     said, found = {}, {}
     for ahead in (False, True):
         trainer = make(tmp_path, ahead, optimizer=optimizer, on_bad_loss="skip", accumulate=2)
-        poison(trainer, range(6, 8))  # the first is looked at during the next step, the second before a checkpoint
+        poison(trainer, range(6, 8))  # the first is read during the next step, the second before a checkpoint
         trainer.run()
         trainer.close()
         said[ahead], found[ahead] = capsys.readouterr().err, everything(trainer)
@@ -260,7 +260,7 @@ def test_the_time_of_each_step_is_counted_once(tmp_path: Path, ahead: bool, monk
 @pytest.mark.cover
 @pytest.mark.parametrize("bad", [False, True], ids=["good", "bad"])
 def test_a_signal_ends_the_run_after_the_last_good_step(tmp_path: Path, bad: bool) -> None:
-    """The signal comes when the fourth step is queued and not looked at; if that is bad, it is left out."""
+    """The signal comes when the fourth step is queued and not read; if that is bad, it is left out."""
     trainer = make(tmp_path, True, save_every=0, eval_every=0)
     poison(trainer, range(3, 4) if bad else range(0))
     step = trainer.train_step

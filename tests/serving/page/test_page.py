@@ -1,4 +1,4 @@
-"""What people do on the chat page: talk, stop, fork, edit, come back, and keep several conversations."""
+"""Actions of people on the chat page: talk, stop, fork, edit, come back, and keep several conversations."""
 
 import json
 import re
@@ -134,7 +134,7 @@ def test_fork_from_any_turn(at, server, page):
         assert roles(server.requests[-1]) == [("user", "one"), ("assistant", "You said: one"), ("user", "three")]
         words = page.locator(".strip").last.inner_text()
         assert re.search(r"7 prompt tokens cached\s+1 read", words)  # the fork continues what the server has read
-    else:  # ends with a turn of the reader's, which can be answered as it is
+    else:  # ends with a turn of the reader's, which can be answered unchanged
         page.click(".answer")
         page.locator(".assistant").nth(at // 2).locator(".strip").wait_for()
         assert texts(page) == whole[: at + 2]
@@ -151,7 +151,7 @@ def test_edit_and_resend(server, page):
     editor = page.get_by_label("Edit this turn")
     assert editor.input_value() == "one"
     editor.fill("something else")
-    page.keyboard.press("Escape")  # leaves everything as it was
+    page.keyboard.press("Escape")  # leaves everything unchanged
     assert texts(page) == whole
     page.locator(".user").nth(0).locator(".edit").click()
     editor.fill("uno")

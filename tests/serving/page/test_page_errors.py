@@ -1,4 +1,4 @@
-"""What goes wrong on the chat page is said where it happened, can be tried again, and loses nothing that was typed."""
+"""An error on the chat page is shown where it happened, can be retried, and loses nothing that was typed."""
 
 import pytest
 

@@ -114,7 +114,7 @@ def test_the_work_grows_with_the_text(kind, page):
 
 @pytest.mark.cover
 def test_marks_that_are_too_far_from_their_partners_are_text(page):
-    """What shows `<` and `&` after such a mark is text as well."""
+    """A `<` or `&` after such a mark is text as well."""
     far, near = "x " * 1001, "x " * 900
     found = page.evaluate(f"""async (texts) => {{ {SHOW}
         return texts.map((text) => {{

@@ -1,4 +1,4 @@
-"""What a model wrote is shown as text and simple elements, never as markup; the files need no loose policy."""
+"""The text of a model is shown as text and simple elements, never as markup; the files need no loose policy."""
 
 import json
 import re
