@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from lineate import checks
 from lineate.layers.gpu import coded, kernel_weight, kernels_for, uncoded
 from lineate.layers.projection import is_bare, project
+from lineate.native import experts as experts_in_c
 from lineate.native import layers as native
 from lineate.native.low_precision_matmul import has_separate_rows, linear, matmul
 from lineate.parallel.tensor.shards import Cut, Part
 from lineate.quantised import QuantisedWeight
+from lineate.quantised.product import are_rounded
 from lineate.rule import compute_dtype
 from lineate.torch_ops.elementwise import elementwise
-from lineate.torch_ops.tracing import is_eager, needs_grad
+from lineate.torch_ops.tracing import PLAIN_TENSORS, is_eager, is_virtual, needs_grad
 
 if TYPE_CHECKING:
     from lineate.kernels.layers.quantised_products import Codes
@@ -244,10 +246,12 @@ class MixtureOfExperts(nn.Module):
         """Return the weighted sum over each token's experts."""
         if tokens.is_cuda:
             parts = self._parts_on_gpu(tokens, chosen)
-        elif tokens.shape[0] == 1:  # one token at a time needs no sorting
-            return matmul(weights, torch.cat([self._expert(tokens, e) for e in chosen[0].tolist()]))
         else:
-            parts = self.run_sorted(tokens, chosen, self.one_by_one)
+            found = self.run_few(tokens, chosen)
+            if tokens.shape[0] == 1:  # one token at a time needs no sorting
+                one = torch.cat([self._expert(tokens, e) for e in chosen[0].tolist()]) if found is None else found[0]
+                return matmul(weights, one)
+            parts = self.run_sorted(tokens, chosen, self.one_by_one) if found is None else found
             if has_separate_rows(tokens, weights, parts):  # the same sum as for one token
                 return torch.cat([matmul(own, row) for own, row in zip(weights.split(1), parts, strict=True)])
         return (parts * weights[..., None]).sum(1)  # summed in a fixed order, not by atomic additions
@@ -296,6 +300,30 @@ class MixtureOfExperts(nn.Module):
         pairs = quantised_products.Pairs(experts.contiguous(), 1)
         return quantised_products.multiply_experts(made if gated else self._activated(made), down, pairs)
 
+    def run_few(self, tokens: Tensor, chosen: Tensor) -> Tensor | None:
+        """Run the experts of a few tokens on a CPU, each product in one call of C; None where C does not.
+
+        The results have the bits of one_by_one.
+        """
+        gate_up, down = self.experts_gate_up, self.experts_down
+        if not tokens.is_cpu or not 0 < tokens.shape[0] <= experts_in_c.MOST_ROWS or needs_grad(tokens, gate_up, down):
+            return None
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or not is_eager(tokens, chosen):
+            return None
+        enter, leave = _in_c(gate_up, tokens.dtype), _in_c(down, tokens.dtype)
+        if enter is None or leave is None:
+            return None
+        rows: dict[int, list[int]] = {}
+        for pair, e in enumerate(chosen.flatten().tolist()):
+            rows.setdefault(e, []).append(pair)
+        names = sorted(rows)
+        order = torch.tensor([pair for e in names for pair in rows[e]])
+        counts = [len(rows[e]) for e in names]
+        x = tokens.index_select(0, order // self.active)
+        made = experts_in_c.multiply(x, enter, names, counts).to(tokens.dtype)
+        made = experts_in_c.multiply(self._activated(made), leave, names, counts).to(tokens.dtype)
+        return torch.empty_like(made).index_copy_(0, order, made).view(*chosen.shape, -1)
+
     def run_all(self, tokens: Tensor, chosen: Tensor) -> Tensor:
         """Run all experts on all tokens, and keep the outputs of the chosen experts."""
         x = tokens.expand(self.count, -1, -1)
@@ -326,6 +354,23 @@ class MixtureOfExperts(nn.Module):
 
     def _activated(self, made: Tensor) -> Tensor:
         return glu(made) if self.kind == "swiglu" else squared_relu(made)
+
+
+def _in_c(weight: Tensor, dtype: torch.dtype) -> experts_in_c.Weight | None:
+    """Return the weights of experts as C multiplies rows of this dtype by them; None if it does not."""
+    _, n, k = weight.shape
+    if isinstance(weight, QuantisedWeight):
+        product, scales = weight.format.product, weight.scales
+        if product is None or scales is None or weight.dtype is not dtype or not experts_in_c.serves(torch.uint8):
+            return None
+        if not (weight.codes.is_contiguous() and scales.is_contiguous()):
+            return None
+        return experts_in_c.Weight(weight.codes, n, k, scales, product, are_rounded())
+    if type(weight) not in PLAIN_TENSORS or weight.dtype is not dtype or not weight.is_contiguous():
+        return None
+    if is_virtual(weight) or not experts_in_c.serves(dtype):
+        return None
+    return experts_in_c.Weight(weight, n, k)
 
 
 def _are_alike(own: Tensor, weight: Tensor) -> bool:

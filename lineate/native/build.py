@@ -38,7 +38,7 @@ SUBJECTS = {
     "layers": _code("layers", "convolution.c layers.c threads.c", "threads.h vectors.h"),
     "products": _code(
         "products",
-        "choice.c float8.c halves.c product.c quantised.c rounding.c step.c threads.c",
+        "choice.c experts.c float8.c halves.c product.c quantised.c rounding.c step.c threads.c",
         "product_avx512.h product_neon.h products.h quantised_neon.h step.h step_rule.h threads.h vectors.h",
     ),
 }
@@ -47,7 +47,8 @@ them in a layer; products of few rows and with quantised weights, decoding steps
 _FUNCTIONS = {
     **dict.fromkeys(("forward", "backward", "recurrent"), "rules"),
     **dict.fromkeys(("convolution", "convolution_backward", "norm", "norm_backward", "glu", "glu_backward"), "layers"),
-    **dict.fromkeys(("product", "combine", "quantised", "quantised_rows", "round", "step", "choose"), "products"),
+    **dict.fromkeys(("product", "combine", "quantised", "quantised_rows", "experts"), "products"),
+    **dict.fromkeys(("round", "step", "choose"), "products"),
 }
 _SWITCHED_OFF = "it is switched off by LINEATE_NATIVE=0"
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from lineate.layers import MixtureOfExperts
 from lineate.native.build import available
+from lineate.quantised import quantize, rounded_activations
 from lineate.system import processor
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C compiler")
@@ -39,6 +40,47 @@ def build(make, dtype: torch.dtype) -> MixtureOfExperts:
     if layer.router_bias is not None:
         nn.init.uniform_(layer.router_bias, -0.2, 0.2)
     return layer.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", EXPERTS)
+@torch.no_grad()
+def test_one_call_has_the_bits_of_one_expert_after_the_other(name, dtype):
+    layer = build(EXPERTS[name], dtype)
+    for rows in (1, 3, MOST):
+        x = torch.randn(rows, HIDDEN).to(dtype)
+        _, chosen = layer.route(x)
+        assert torch.equal(layer.run_few(x, chosen), layer.run_sorted(x, chosen, layer.one_by_one))
+    chosen[:] = torch.arange(chosen.shape[1])  # all rows have the same experts
+    assert torch.equal(layer.run_few(x, chosen), layer.run_sorted(x, chosen, layer.one_by_one))
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+@torch.no_grad()
+def test_one_call_with_weights_in_codes(form):
+    layer = MixtureOfExperts(96, 9, 3, 32).eval()
+    for name in ("experts_gate_up", "experts_down"):
+        setattr(layer, name, nn.Parameter(quantize(getattr(layer, name), form), requires_grad=False))
+    x = torch.randn(MOST, 96)
+    _, chosen = layer.route(x)
+    for rows in (1, 5, MOST):
+        own = x[:rows], chosen[:rows]
+        assert torch.equal(layer.run_few(*own), layer.run_sorted(*own, layer.one_by_one))
+    with rounded_activations():
+        assert torch.equal(layer.run_few(x, chosen), layer.run_sorted(x, chosen, layer.one_by_one))
+
+
+def test_where_torch_runs_the_experts():
+    layer = build(EXPERTS["softmax"], torch.float32)
+    x = torch.randn(MOST, HIDDEN)
+    _, chosen = layer.route(x)
+    assert layer.run_few(x, chosen) is None, "gradients are wanted"
+    with torch.no_grad():
+        assert layer.run_few(x, chosen) is not None
+        assert layer.run_few(x.repeat(2, 1), chosen.repeat(2, 1)) is None, "too many rows"
+        assert layer.run_few(x.double(), chosen) is None
+        layer.experts_down = nn.Parameter(layer.experts_down.mT.contiguous().mT)
+        assert layer.run_few(x, chosen) is None, "the weights have gaps"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
