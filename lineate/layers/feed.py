@@ -180,11 +180,12 @@ class MixtureOfExperts(nn.Module):
         if not all(x is None or (type(x) is nn.Linear and is_bare(x)) for x in (self.router, self.shared_gate)):
             return None
         from lineate.kernels.layers import mixture  # triton, at its first use
+        from lineate.kernels.layers.routing import Routing
 
         gate_up, down = kernel_weight(self.experts_gate_up), kernel_weight(self.experts_down)
         own = self._shared_weights() if mixture.takes_shared(tokens, isinstance(gate_up, tuple)) else None
         made = mixture.Experts(gate_up, down, self.kind, own)
-        routing = mixture.Routing(
+        routing = Routing(
             self.active, self.scores == "sigmoid", self.renormalize, self.scale, self.groups, self.active_groups
         )
         gate = None if self.shared_gate is None else self.shared_gate.weight

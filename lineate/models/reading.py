@@ -30,7 +30,7 @@ def read_prompt(
     """
     whole = not ids.is_cuda or ids.numel() <= piece or model.context is not None
     if whole or (cu_seqlens is not None and not cu_seqlens.diff().all()):
-        return model(ids, state, cu_seqlens, last_only=True)  # type: ignore[no-any-return]
+        return model(ids, state, cu_seqlens, last_only=True)
     if cu_seqlens is None:
         return _read_rows(model, ids, state, max(1, piece // ids.shape[0]))
     outputs = []

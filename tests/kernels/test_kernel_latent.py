@@ -84,7 +84,7 @@ def test_lengths_beyond_the_cache_read_nothing_outside(path):
 
 def test_parts_fill_the_device():
     def parts(rows: int, queries: int) -> int:
-        tiles = latent.tiles_of(torch.device("cpu"), torch.bfloat16, rows, queries, 576)
+        tiles = latent.tiles_of(torch.device("cpu"), torch.bfloat16, queries, 576)
         return latent.parts_of(torch.device("cpu"), rows, queries, tiles)
 
     assert [parts(rows, 32) for rows in (1, 2, 8, 64, 1000)] == [128, 128, 32, 4, latent.FEWEST_PARTS]
@@ -94,8 +94,8 @@ def test_parts_fill_the_device():
 def test_tiles_fit_the_shared_memory(monkeypatch):
     for room in (232448, 166912, 101376, 65536):
         monkeypatch.setattr(latent, "shared_memory", lambda device, room=room: room)
-        for rows, queries in ((1, 32), (8, 32), (8, 160), (8, 5)):
-            tiles = latent.tiles_of(torch.device("cpu"), torch.bfloat16, rows, queries, 576)
+        for queries in (32, 160, 5):
+            tiles = latent.tiles_of(torch.device("cpu"), torch.bfloat16, queries, 576)
             assert 2 * 576 * (tiles.queries + tiles.entries * (tiles.stages - 1)) < room
             assert tiles.queries <= max(16, 2 * queries)
 

@@ -165,28 +165,19 @@ def join_latent_parts(
     tl.store(output + (row * queries + query) * RANK + d, y, mask=d < RANK)
 
 
-def tiles_of(device: torch.device, dtype: torch.dtype, rows: int, queries: int, width: int) -> Tiles:
+def tiles_of(device: torch.device, dtype: torch.dtype, queries: int, width: int) -> Tiles:
     """Return the tiles for this device, which has room for them.
 
     Args:
         device: The device.
         dtype: Of queries and entries.
-        rows: The rows.
         queries: Queries of a row: new tokens times heads.
         width: Channels of an entry, padded ones included.
     """
     if dtype == torch.float32:
         return Tiles(16, 32 if width <= 256 else 16, 4, 2)
     least = max(16, next_power(queries))
-    wanted = [
-        Tiles(32, 32, 4, 3),
-        Tiles(32, 32, 4, 2),
-    ]  # with Kimi Linear's sizes, an H200 runs two such programs at once
-    if least > 32:
-        wanted.insert(0, Tiles(64, 64, 8, 2))
-    elif rows == 1:
-        wanted.insert(0, Tiles(32, 64, 8, 3))
-    for tiles in wanted:
+    for tiles in (Tiles(32, 32, 4, 3), Tiles(32, 32, 4, 2)):  # an H200 runs two such programs at once
         queries = min(tiles.queries, least)
         loaded = tiles.stages if queries >= 64 else tiles.stages - 1  # Hopper's products of 64 rows run asynchronously
         needed = dtype.itemsize * (queries * width + tiles.entries * (loaded * width + queries))
@@ -232,7 +223,7 @@ def latent_attention(
     strides = *strides_of(q, 3), *strides_of(r, 3), *strides_of(cache, 2)
     unit = 8 if all(s % 8 == 0 for s in (rank, shared, *strides)) else 1
     wide, narrow = max(16, next_power(rank)), max(16, next_power(shared)) if shared else 16
-    tiles = tiles_of(q.device, q.dtype, rows, queries, wide + narrow) if tiles is None else tiles
+    tiles = tiles_of(q.device, q.dtype, queries, wide + narrow) if tiles is None else tiles
     programs = ceil_div(queries, tiles.queries)
     parts = parts_of(q.device, rows, queries, tiles) if parts is None else parts
     sums = torch.empty(rows, parts, queries, rank, dtype=torch.float32, device=q.device)
