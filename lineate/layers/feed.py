@@ -177,18 +177,19 @@ class MixtureOfExperts(nn.Module):
             return None
         if torch.is_autocast_enabled("cuda") or (torch.is_grad_enabled() and needs_grad(tokens, *self.parameters())):
             return None
-        if not all(x is None or (type(x) is nn.Linear and is_bare(x)) for x in (self.router, self.shared_gate)):
+        projections = [x for x in (self.router, self.shared_gate) if x is not None]
+        if not all(type(x) is nn.Linear and is_bare(x) and x.bias is None for x in projections):
             return None
-        from lineate.kernels.layers import mixture  # triton, at its first use
+        from lineate.kernels.layers import mixture, routing  # triton, at their first use
 
         gate_up, down = kernel_weight(self.experts_gate_up), kernel_weight(self.experts_down)
         own = self._shared_weights() if mixture.takes_shared(tokens, isinstance(gate_up, tuple)) else None
         made = mixture.Experts(gate_up, down, self.kind, own)
-        routing = mixture.Routing(
+        how = routing.Routing(
             self.active, self.scores == "sigmoid", self.renormalize, self.scale, self.groups, self.active_groups
         )
         gate = None if self.shared_gate is None else self.shared_gate.weight
-        router = mixture.Router(self.router.weight, self.router_bias, gate, routing)
+        router = mixture.Router(self.router.weight, self.router_bias, gate, how)
         if not mixture.serves(tokens, router, made):
             return None
         return mixture.mix(tokens, router, made, None if self.shared is None or own else self.shared(tokens))

@@ -15,7 +15,7 @@ import lineate
 from lineate import plans
 from lineate.call import Inputs
 from lineate.kernels import launching, pipeline
-from lineate.kernels.layers import cached, grouping, mixture, ops, products, quantised_products, token
+from lineate.kernels.layers import cached, grouping, mixture, ops, products, quantised_products, routing, token
 from lineate.kernels.memories.lact_features import features
 from lineate.layers import MixtureOfExperts
 from lineate.memory.lact import lact, lact_state
@@ -277,8 +277,8 @@ def experts(dtype: str, rows: int, scores: str, overlap: bool, form: str | None 
             layer(x)
         else:
             weights = (codes_of(form, *y.shape) for y in (layer.experts_gate_up, layer.experts_down))
-            routing = mixture.Routing(4, scores == "sigmoid", **groups)
-            router = mixture.Router(layer.router.weight, layer.router_bias, None, routing)
+            how = routing.Routing(4, scores == "sigmoid", **groups)
+            router = mixture.Router(layer.router.weight, layer.router_bias, None, how)
             made = mixture.Experts(*weights, kind)
             outside = empty(rows, 256, dtype=dtype)
             if mixture.takes_shared(x, coded=True):
