@@ -104,7 +104,7 @@ def serves(tokens: Tensor, router: Router, made: Experts) -> bool:
 
 
 def takes_shared(tokens: Tensor, coded: bool) -> bool:
-    """Whether a shared expert may be one of the experts of so many tokens."""
+    """Whether a shared expert may be one of the experts of this number of tokens."""
     return tokens.shape[0] <= (_most_coded(tokens) if coded else INSIDE) and (
         not coded or quantised_products.uses_tensor_cores(tokens)
     )
