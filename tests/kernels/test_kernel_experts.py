@@ -308,6 +308,9 @@ def test_layer(path, rows, name, monkeypatch):
     x = draw(path, rows, 256)
     found = layer(x[None])[0]
     assert calls == ([rows] if path.dtype is torch.float32 and rows > 64 else [])
+    if not calls:
+        for _ in range(3):  # the launches are recorded, and then replayed
+            assert torch.equal(found, layer(x))
     calls.clear()
     assert_near(found, plain(layer, x, *chosen_by(layer, x)), path.dtype)
     with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -358,7 +361,8 @@ def test_layer_in_codes(path, form, rows, shared, monkeypatch):
     x = draw(path, rows, 256)
     weights, chosen = chosen_by(layer, x)
     found = layer(x)
-    assert not calls and torch.equal(found, layer(x))
+    for _ in range(3):  # the launches are recorded, and then replayed
+        assert not calls and torch.equal(found, layer(x))
     for owner, name in owners:
         setattr(owner, name, nn.Parameter(getattr(owner, name).decoded(), requires_grad=False))
     assert_near(found, plain(layer, x, weights, chosen), path.dtype)
