@@ -17,7 +17,7 @@ from lineate.parallel.tensor.shards import Cut, Part
 from lineate.quantised import QuantisedWeight
 from lineate.quantised.product import are_rounded
 from lineate.rule import compute_dtype
-from lineate.torch_ops.elementwise import elementwise
+from lineate.torch_ops.elementwise import GRAIN, elementwise
 from lineate.torch_ops.tracing import PLAIN_TENSORS, is_eager, is_virtual, needs_grad
 
 if TYPE_CHECKING:
@@ -318,11 +318,13 @@ class MixtureOfExperts(nn.Module):
         for pair, e in enumerate(chosen.flatten().tolist()):
             rows.setdefault(e, []).append(pair)
         names = sorted(rows)
-        order = torch.tensor([pair for e in names for pair in rows[e]])
+        order = torch.tensor([pair for e in names for pair in rows[e]], device="cpu")
         counts = [len(rows[e]) for e in names]
-        x = tokens.index_select(0, order // self.active)
-        made = experts_in_c.multiply(x, enter, names, counts).to(tokens.dtype)
-        made = experts_in_c.multiply(self._activated(made), leave, names, counts).to(tokens.dtype)
+        x = tokens.float().index_select(0, order // self.active)
+        made = _rounded(experts_in_c.multiply(x, enter, names, counts), tokens.dtype)
+        few = max(1, GRAIN // made.shape[1])  # rows that torch computes by one thread
+        made = torch.cat([self._activated(part).float() for part in made.split(few)])
+        made = _rounded(experts_in_c.multiply(made, leave, names, counts), tokens.dtype)
         return torch.empty_like(made).index_copy_(0, order, made).view(*chosen.shape, -1)
 
     def run_all(self, tokens: Tensor, chosen: Tensor) -> Tensor:
@@ -355,6 +357,11 @@ class MixtureOfExperts(nn.Module):
 
     def _activated(self, made: Tensor) -> Tensor:
         return glu(made) if self.kind == "swiglu" else squared_relu(made)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x in this dtype, by one thread: where other processes run, torch's threads wait for each other."""
+    return x if x.dtype is dtype else elementwise(lambda part: part.to(dtype), x)
 
 
 def _in_c(weight: Tensor, dtype: torch.dtype) -> experts_in_c.Weight | None:
