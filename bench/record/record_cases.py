@@ -335,6 +335,8 @@ def run_decode(draw: Draw, rule: str, how: dict[str, Any], dtype: str, backend: 
     decay = named.get("log_decay")
     if how.get("raw_gates") and decay is not None:
         keywords |= {"A_log": draw(hv), "dt_bias": draw(*decay.shape[2:])}
+    if named.get("beta") is None:
+        how.pop("beta_scale", None)
     for name in ("slots", "start_slots"):
         if name in how:
             how[name] = torch.tensor(how[name], device=draw.device)

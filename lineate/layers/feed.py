@@ -17,7 +17,7 @@ from lineate.parallel.tensor.shards import Cut, Part
 from lineate.quantised import QuantisedWeight
 from lineate.quantised.product import are_rounded
 from lineate.rule import compute_dtype
-from lineate.torch_ops.elementwise import elementwise
+from lineate.torch_ops.elementwise import GRAIN, elementwise
 from lineate.torch_ops.tracing import PLAIN_TENSORS, is_eager, is_virtual, needs_grad
 
 if TYPE_CHECKING:
@@ -177,19 +177,19 @@ class MixtureOfExperts(nn.Module):
             return None
         if torch.is_autocast_enabled("cuda") or (torch.is_grad_enabled() and needs_grad(tokens, *self.parameters())):
             return None
-        if not all(x is None or (type(x) is nn.Linear and is_bare(x)) for x in (self.router, self.shared_gate)):
+        projections = [x for x in (self.router, self.shared_gate) if x is not None]
+        if not all(type(x) is nn.Linear and is_bare(x) and x.bias is None for x in projections):
             return None
-        from lineate.kernels.layers import mixture  # triton, at its first use
-        from lineate.kernels.layers.routing import Routing
+        from lineate.kernels.layers import mixture, routing  # triton, at their first use
 
         gate_up, down = kernel_weight(self.experts_gate_up), kernel_weight(self.experts_down)
         own = self._shared_weights() if mixture.takes_shared(tokens, isinstance(gate_up, tuple)) else None
         made = mixture.Experts(gate_up, down, self.kind, own)
-        routing = Routing(
+        how = routing.Routing(
             self.active, self.scores == "sigmoid", self.renormalize, self.scale, self.groups, self.active_groups
         )
         gate = None if self.shared_gate is None else self.shared_gate.weight
-        router = mixture.Router(self.router.weight, self.router_bias, gate, routing)
+        router = mixture.Router(self.router.weight, self.router_bias, gate, how)
         if not mixture.serves(tokens, router, made):
             return None
         return mixture.mix(tokens, router, made, None if self.shared is None or own else self.shared(tokens))
@@ -318,11 +318,13 @@ class MixtureOfExperts(nn.Module):
         for pair, e in enumerate(chosen.flatten().tolist()):
             rows.setdefault(e, []).append(pair)
         names = sorted(rows)
-        order = torch.tensor([pair for e in names for pair in rows[e]])
+        order = torch.tensor([pair for e in names for pair in rows[e]], device="cpu")
         counts = [len(rows[e]) for e in names]
-        x = tokens.index_select(0, order // self.active)
-        made = experts_in_c.multiply(x, enter, names, counts).to(tokens.dtype)
-        made = experts_in_c.multiply(self._activated(made), leave, names, counts).to(tokens.dtype)
+        x = tokens.float().index_select(0, order // self.active)
+        made = _rounded(experts_in_c.multiply(x, enter, names, counts), tokens.dtype)
+        few = max(1, GRAIN // made.shape[1])  # rows that torch computes by one thread
+        made = torch.cat([self._activated(part).float() for part in made.split(few)])
+        made = _rounded(experts_in_c.multiply(made, leave, names, counts), tokens.dtype)
         return torch.empty_like(made).index_copy_(0, order, made).view(*chosen.shape, -1)
 
     def run_all(self, tokens: Tensor, chosen: Tensor) -> Tensor:
@@ -355,6 +357,11 @@ class MixtureOfExperts(nn.Module):
 
     def _activated(self, made: Tensor) -> Tensor:
         return glu(made) if self.kind == "swiglu" else squared_relu(made)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x in this dtype, by one thread: where other processes run, torch's threads wait for each other."""
+    return x if x.dtype is dtype else elementwise(lambda part: part.to(dtype), x)
 
 
 def _in_c(weight: Tensor, dtype: torch.dtype) -> experts_in_c.Weight | None:

@@ -268,6 +268,16 @@ def test_weights_in_codes(path, form, kind, monkeypatch):
             assert torch.equal(mixture.mix(x[5:6], router, made), found[5:6]), "other rows changed the bits"
 
 
+def test_stages_fit_into_the_shared_memory_of_other_gpus():
+    layer = layer_of(INTERPRETER, 512, 256)
+    for rows, dtype in itertools.product((1, 64, 300, 2000, 9000), (torch.bfloat16, torch.float32)):
+        tiles = mixture.tiles_of(torch.empty(rows, 512, dtype=dtype), COUNT, 256, layer.active)
+        for tile, wide in ((tiles.enter, 2), (tiles.leave, 1)):
+            stage = (tile["BM"] + wide * tile["BN"]) * tile["BK"] * dtype.itemsize
+            assert tile["num_stages"] >= 2 and tile["num_stages"] * stage <= 99 * 1024
+        assert tiles.enter["BM"] == tiles.leave["BM"]
+
+
 def test_what_is_not_served():
     layer = layer_of(INTERPRETER, 72, 20)
     router, made = parts_of(layer)
@@ -297,7 +307,11 @@ def test_layer(path, rows, name, monkeypatch):
     calls = spy(layer, monkeypatch)
     x = draw(path, rows, 256)
     found = layer(x[None])[0]
-    assert not calls
+    assert calls == ([rows] if path.dtype is torch.float32 and rows > 64 else [])
+    if not calls:
+        for _ in range(3):  # the launches are recorded, and then replayed
+            assert torch.equal(found, layer(x))
+    calls.clear()
     assert_near(found, plain(layer, x, *chosen_by(layer, x)), path.dtype)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         layer(x)
@@ -347,7 +361,8 @@ def test_layer_in_codes(path, form, rows, shared, monkeypatch):
     x = draw(path, rows, 256)
     weights, chosen = chosen_by(layer, x)
     found = layer(x)
-    assert not calls and torch.equal(found, layer(x))
+    for _ in range(3):  # the launches are recorded, and then replayed
+        assert not calls and torch.equal(found, layer(x))
     for owner, name in owners:
         setattr(owner, name, nn.Parameter(getattr(owner, name).decoded(), requires_grad=False))
     assert_near(found, plain(layer, x, weights, chosen), path.dtype)

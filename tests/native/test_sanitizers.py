@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lineate.generation.choice import Sampling, choose_tokens
 from lineate.layers.convolution import short_convolution
-from lineate.layers.feed import glu
+from lineate.layers.feed import MixtureOfExperts, glu
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.native import build, layers
 from lineate.native.compiler import compile_library, compiler_command
@@ -104,6 +104,19 @@ def check_quantised_weights() -> None:
             F.linear(torch.randn(rows, size), weight)
 
 
+@torch.no_grad()
+def check_experts() -> None:
+    """Run few tokens through experts of every dtype and format, which lie at the end of their memory."""
+    for rows, form in product((1, 3, 16), ("float32", "bfloat16", "float16", "int8", "int4", "fp8")):
+        layer = MixtureOfExperts(32, 5, 2, 32)
+        if form in ("int8", "int4", "fp8"):
+            for name in ("experts_gate_up", "experts_down"):
+                setattr(layer, name, nn.Parameter(quantize(getattr(layer, name), form), requires_grad=False))
+        else:
+            layer = layer.to(getattr(torch, form))
+        layer(torch.randn(rows, 32).to(layer.router.weight.dtype))
+
+
 def check_choices() -> None:
     """Draw from vocabularies that do not fill a block: equal logits, logits of -inf, limits of every kind."""
     kinds = {
@@ -127,6 +140,7 @@ if __name__ == "__main__":
         check_layers()
         check_products()
         check_quantised_weights()
+        check_experts()
         check_choices()
     assert layers.serves(torch.zeros(1))  # torch does not run in its place
     print("no report")

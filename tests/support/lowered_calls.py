@@ -24,6 +24,7 @@ from lineate.kernels.layers import (
     pieces,
     products,
     quantised_products,
+    routing,
     token,
 )  # fmt: skip
 from lineate.kernels.memories.lact_features import features
@@ -302,8 +303,8 @@ def experts(dtype: str, rows: int, scores: str, overlap: bool, form: str | None 
             layer(x)
         else:
             weights = (codes_of(form, *y.shape) for y in (layer.experts_gate_up, layer.experts_down))
-            routing = mixture.Routing(4, scores == "sigmoid", **groups)
-            router = mixture.Router(layer.router.weight, layer.router_bias, None, routing)
+            how = routing.Routing(4, scores == "sigmoid", **groups)
+            router = mixture.Router(layer.router.weight, layer.router_bias, None, how)
             made = mixture.Experts(*weights, kind)
             outside = empty(rows, 256, dtype=dtype)
             if mixture.takes_shared(x, coded=True):

@@ -7,8 +7,9 @@
 | .. MOST_CODED | blocks of more pairs | blocks of more pairs on Hopper |
 | more | blocks of more pairs | likewise; experts are decoded, some at a time |
 
-Up to FEW rows, a row's bits do not depend on the other rows nor on their number. With more rows they do not depend on
-the other rows, as long as the number of rows selects the same configuration.
+Torch runs more than FEW rows of float32. Up to FEW rows, a row's bits do not depend on the other rows nor on their
+number. With more rows they do not depend on the other rows, as long as the number of rows selects the same
+configuration.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.kernels.launching import next_power
+from lineate.kernels.launching import is_hopper, next_power
 from lineate.kernels.layers import experts, quantised_products
 from lineate.kernels.layers.experts import Weights
 from lineate.kernels.layers.grouping import Groups, group, sort
@@ -36,6 +37,8 @@ MOST_CODED = 512
 """The most rows that are multiplied by codes; for more, experts are decoded."""
 DECODED = 2**28
 """Elements of experts that are decoded at a time."""
+LEAST_SHARED = 99 * 1024
+"""Shared memory of a program on GPUs of compute capability 8 that have the least."""
 Tile = dict[str, int]
 Weight = Tensor | Codes
 
@@ -88,6 +91,8 @@ def serves(tokens: Tensor, router: Router, made: Experts) -> bool:
     """Whether `mix` supports these tokens `rows k` and weights, none of which needs a gradient."""
     if tokens.dtype not in KERNEL_DTYPES or not tokens.shape[0] or not fits(router.routing, router.weight.shape[0]):
         return False
+    if tokens.dtype is torch.float32 and tokens.is_cuda and tokens.shape[0] > FEW:  # cuBLAS takes less time
+        return False
     if not _are_plain(tokens, router.weight, router.gate):
         return False
     weights = (made.gate_up, made.down, *(made.shared or ()))
@@ -99,7 +104,7 @@ def serves(tokens: Tensor, router: Router, made: Experts) -> bool:
 
 
 def takes_shared(tokens: Tensor, coded: bool) -> bool:
-    """Whether a shared expert may be one of the experts of so many tokens."""
+    """Whether a shared expert may be one of the experts of this number of tokens."""
     return tokens.shape[0] <= (_most_coded(tokens) if coded else INSIDE) and (
         not coded or quantised_products.uses_tensor_cores(tokens)
     )
@@ -269,9 +274,24 @@ def tiles_of(tokens: Tensor, count: int, n: int, width: int) -> Tiles:
         found = Tiles(tile(64, 128, 64, 8, 4), tile(64, 128, 64, 8, 4))
     else:
         found = Tiles(tile(128, 128, 64, 8, 3), tile(128, 128, 64, 8, 3))
-    return Tiles(_narrowed(found.enter, n), _narrowed(found.leave, k))
+    enter, leave = _narrowed(found.enter, n), _narrowed(found.leave, k)
+    if not is_hopper(tokens.device):
+        enter, leave = (
+            _shortened(enter, 2 * enter["BN"], tokens.itemsize),
+            _shortened(leave, leave["BN"], tokens.itemsize),
+        )
+    return Tiles(enter, leave)
 
 
 def _narrowed(tile: Tile, n: int) -> Tile:
     """Return the configuration for a product with n channels, which may be fewer than those of a tile."""
     return tile | {"BN": max(16, min(tile["BN"], next_power(n)))}
+
+
+def _shortened(tile: Tile, wide: int, size: int) -> Tile:
+    """Return the configuration with as many stages as fit into the shared memory of any GPU.
+
+    wide: rows of the weight of a tile; size: bytes of an element.
+    """
+    stage = (tile["BM"] + wide) * tile["BK"] * size
+    return tile | {"num_stages": max(2, min(tile["num_stages"], LEAST_SHARED // stage))}

@@ -236,7 +236,7 @@ def _shape(rows: int, weight: Codes, alone: bool) -> dict[str, int]:
 
 
 def _shape_of_experts(weight: Codes, rows: int, own: dict[str, int] | None) -> dict[str, int]:
-    """Return the configuration of multiply_quantised_rows for blocks of so many pairs of an expert; 1: for a pair.
+    """Return the configuration of multiply_quantised_rows for blocks of `rows` pairs of an expert; 1: for a pair.
 
     Neither the number of pairs nor that of rows may choose C or WK: a row's sums would be added in another order.
 
