@@ -27,6 +27,14 @@ OPEN_FILES = 4
 """The most files that a thread keeps open."""
 
 
+def pinned_memory(nbytes: int) -> Tensor:
+    """Return bytes that a GPU copies asynchronously; memory of the usual kind where none can be pinned."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
 class ThreadReader(Reader):
     """The reader of one thread, in a `with` block; it keeps files open.
 
@@ -84,7 +92,7 @@ class StagedReader(ThreadReader):
             self._stream = torch.cuda.Stream(self._device)
             self._stream.wait_stream(self._after)
             stack.enter_context(torch.cuda.stream(self._stream))
-            self._pinned = [torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(PINNED)]
+            self._pinned = [pinned_memory(PINNED_BYTES) for _ in range(PINNED)]
             self._copied = [torch.cuda.Event(blocking=True) for _ in range(PINNED)]
             self._stack = stack.pop_all()
         return self
@@ -94,16 +102,24 @@ class StagedReader(ThreadReader):
         with self._stack:
             self._stream.synchronize()
 
+    @property
+    def buffer_bytes(self) -> int:
+        return PINNED_BYTES
+
     def copy(self, handle: FileIO, name: str, entry: Entry, part: Tensor) -> None:
-        if part.device != self._device:
+        if part.device.type != self._device.type:
             super().copy(handle, name, entry, part)
             return
         slot, self._next = self._next, (self._next + 1) % PINNED
         self._copied[slot].synchronize()
         read = self._pinned[slot][: part.numel() * entry.dtype.itemsize].view(entry.dtype).view(part.shape)
         self.read(handle, name, entry, read)
-        if part.dtype == entry.dtype and part.is_contiguous():
+        self.send(read, part)
+        self._copied[slot].record()
+
+    def send(self, read: Tensor, part: Tensor) -> None:
+        """Copy pinned memory to a tensor of the GPU, which changes dtype and layout itself."""
+        if part.dtype == read.dtype and part.is_contiguous():
             part.copy_(read, non_blocking=True)
         else:
             part.copy_(read.to(self._device, non_blocking=True))
-        self._copied[slot].record()

@@ -2,7 +2,7 @@
 
 A thread takes the next unit when it has finished one, so the files are read almost sequentially. If a unit fails, the
 earlier ones, which have been taken before, still end; so the error of the first failing unit is raised whatever the
-number of threads. Threads compute on one core each, as they are as many as the cores.
+number of threads. The threads share the cores that torch computes on.
 """
 
 import os
@@ -23,6 +23,8 @@ LEAST_THREADS = 4
 """The number of threads on fewer cores, since they also wait for the disk."""
 THREADS_BY_COLUMNS = 2
 """The most threads that read a checkpoint with tensors that are read by columns: each keeps some of them in memory."""
+THREAD_BYTES = PART_BYTES
+"""The bytes of a checkpoint for each of which there is a thread."""
 HELD_BYTES = 2**27
 """The most bytes besides the model that the units of all threads have in memory, unless one unit alone has more."""
 HELD_BYTES_GPU = 2**30
@@ -40,8 +42,10 @@ def run_units(
         device: a CPU or a GPU.
         advance: called with the bytes that each unit has read, by one thread at a time.
     """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     count = thread_count(units, checkpoint, device)
-    if count <= 1 and device.type != "cuda":
+    if count <= 1:
         for unit in units:
             unit.run(checkpoint)
             advance(unit.nbytes)
@@ -49,13 +53,13 @@ def run_units(
     queue = _Queue(units, _most_held(device), advance)
     after = torch.cuda.current_stream(device) if device.type == "cuda" else None
     inference, kept = torch.is_inference_mode_enabled(), MOST_KEPT // count
-    started = threading.Semaphore(0)
+    started, computing = threading.Semaphore(0), torch.get_num_threads()
 
     def work() -> None:
         with queue.ending():
             try:
                 torch.get_num_threads()  # a thread's first call sets the number of all
-                torch.set_num_threads(1)
+                torch.set_num_threads(max(1, computing // count))
             finally:
                 started.release()
             with (
@@ -65,7 +69,6 @@ def run_units(
                 queue.work(checkpoint.read_by(reader, kept))
 
     threads = [threading.Thread(target=work, name=f"lineate-loading-{i}", daemon=True) for i in range(count)]
-    computing = torch.get_num_threads()
     try:
         try:
             for thread in threads:
@@ -74,14 +77,14 @@ def run_units(
                 started.acquire()
         finally:
             torch.set_num_threads(computing)  # that of this thread, and of threads that start later
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(1)
+        queue.wait(count)
     finally:
         queue.stop()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+        alive = [thread for thread in threads if thread.ident is not None]
+        queue.wait(len(alive))  # an interrupt amid Thread.join would count a thread as ended (bpo-45274)
+        for thread in alive:
+            thread.join()
+        torch.set_num_threads(computing)  # a thread may have started after an interrupt
         if after is not None:
             _release_buffers()
     queue.raise_first()
@@ -95,7 +98,7 @@ def thread_count(units: Sequence[Unit], checkpoint: Checkpoint, device: torch.de
     most = min(MOST_THREADS, max(LEAST_THREADS, cores))
     if any(isinstance(entry, Encoded) and not entry.by_rows for entry in checkpoint.entries.values()):
         most = min(most, THREADS_BY_COLUMNS)
-    return max(1, min(most, sum(unit.nbytes for unit in units) // PART_BYTES))
+    return max(1, min(most, sum(unit.nbytes for unit in units) // THREAD_BYTES))
 
 
 def _most_held(device: torch.device) -> int:
@@ -128,7 +131,7 @@ class _Queue:
     def __init__(self, units: Sequence[Unit], most: int, advance: Callable[[int], None]) -> None:
         self._units, self._most, self._advance = units, most, advance
         self._changed = threading.Condition()
-        self._next = self._held = 0
+        self._next = self._held = self._ended = 0
         self._failed: tuple[int, BaseException] | None = None
         self._stopped = False
         self._own = threading.local()
@@ -168,12 +171,25 @@ class _Queue:
             with self._changed:
                 if self._failed is None or self._own.index < self._failed[0]:
                     self._failed = self._own.index, error
+        finally:
+            with self._changed:
+                self._ended += 1
                 self._changed.notify_all()
+
+    def wait(self, count: int) -> None:
+        """Wait until so many threads have ended."""
+        with self._changed:
+            while self._ended < count:
+                self._changed.wait(1)  # some systems interrupt no longer wait
 
     def raise_first(self) -> None:
         """Raise the error of the first unit that has failed."""
-        if self._failed is not None:
-            raise self._failed[1]
+        failed, self._failed = self._failed, None  # its traceback refers to this queue, and to the tensors
+        if failed is not None:
+            try:
+                raise failed[1]
+            finally:
+                del failed
 
     def _take(self) -> Unit | None:
         """Return the next unit once there is room for what it holds; None if none is left or needed."""
