@@ -333,14 +333,14 @@ def test_an_interrupt_ends_all_threads(device, several, tmp_path):
         time.sleep(0.001)
         return block
 
-    class Stopped(threads._Queue):
+    class Stopped(threads.UnitQueue):
         def stop(self) -> None:
             super().stop()
             interrupted.set()
 
     model, plan = Some(100), some(tmp_path, dict.fromkeys(range(1, 100), slow) | {0: interrupt}, 100)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threads, "_Queue", Stopped)
+        patch.setattr(threads, "UnitQueue", Stopped)
         with pytest.raises(KeyboardInterrupt):
             load(model, plan, Checkpoint.open(tmp_path), torch.float32, device)
     assert untouched(model)

@@ -50,7 +50,7 @@ def run_units(
             unit.run(checkpoint)
             advance(unit.nbytes)
         return
-    queue = _Queue(units, _most_held(device), advance)
+    queue = UnitQueue(units, _most_held(device), advance)
     after = torch.cuda.current_stream(device) if device.type == "cuda" else None
     inference, kept = torch.is_inference_mode_enabled(), MOST_KEPT // count
     started, computing = threading.Semaphore(0), torch.get_num_threads()
@@ -119,7 +119,7 @@ class _StoppedError(Exception):
     """Ends a unit whose result is not needed any more."""
 
 
-class _Queue:
+class UnitQueue:
     """The units that are left, and the first error.
 
     Args:
