@@ -177,7 +177,7 @@ class UnitQueue:
                 self._changed.notify_all()
 
     def wait(self, count: int) -> None:
-        """Wait until so many threads have ended."""
+        """Wait until this number of threads have ended."""
         with self._changed:
             while self._ended < count:
                 self._changed.wait(1)  # some systems interrupt no longer wait
