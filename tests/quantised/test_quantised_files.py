@@ -102,7 +102,7 @@ def test_dtypes_of_what_is_not_small(tmp_path):
 @pytest.mark.parametrize("other", ALL)
 @pytest.mark.parametrize("form", CODED)
 def test_a_quantised_folder_in_another_format(form, other, tmp_path, monkeypatch):
-    monkeypatch.setattr("lineate.models.files.filling.AT_ONCE", 4096)
+    monkeypatch.setattr("lineate.models.files.rounding.AT_ONCE", 4096)
     model = shrink(realistic(sizes("G", experts=EXPERTS, tie_embeddings=False)), form)
     model.save_pretrained(tmp_path)
     found = HybridLM.from_pretrained(tmp_path, progress=False, weights=other)
@@ -227,7 +227,7 @@ class Stored(Checkpoint):
 @pytest.mark.parametrize("form", CODED)
 @pytest.mark.parametrize("at_once", [512, 2**24])
 def test_codes_of_the_same_format_are_taken_as_they_are(form, at_once, tmp_path, monkeypatch):
-    monkeypatch.setattr("lineate.models.files.filling.AT_ONCE", at_once)
+    monkeypatch.setattr("lineate.models.files.rounding.AT_ONCE", at_once)
     bits, kept = FORMATS[form].bits, FORMATS[form]
     x, y = torch.randn(40, 64), torch.randn(24, 64)
     save(tmp_path, {"x": x, "y": y}, {})
@@ -295,7 +295,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], tuple[dict[str, Ten
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_layout_is_rounded_to_the_same_bits(layout, form, dtype, tmp_path, monkeypatch):
-    monkeypatch.setattr("lineate.models.files.filling.AT_ONCE", 1024)
+    monkeypatch.setattr("lineate.models.files.rounding.AT_ONCE", 1024)
     shape, make = LAYOUTS[layout]
     x = torch.randn(shape).to(dtype)
     tensors, pieces = make(x)

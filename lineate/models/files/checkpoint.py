@@ -3,14 +3,14 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from lineate.models.files.encodings import Encoded, Encoding, Source, decoded
+from lineate.models.files.encodings import MOST_KEPT, Encoded, Encoding, Source, decoded
 from lineate.models.files.safetensors import (
     LONGEST_HEADER,
     NAMES,
@@ -89,6 +89,23 @@ class Checkpoint:
     def metadata(self) -> Mapping[str, Any] | None:
         """The metadata of a GGUF file; None for a folder."""
         return None
+
+    def stored_bytes(self, name: str) -> int:
+        """Return the bytes of one tensor in the files."""
+        return sum(part.nbytes for part in self._find(name).parts)
+
+    def is_plain(self, name: str) -> bool:
+        """Whether the bytes of one tensor are its numbers, without an encoding."""
+        return type(self._find(name)) is Entry
+
+    def read_by(self, reader: Reader, most_kept: int = MOST_KEPT) -> Self:
+        """Return the same checkpoint for another thread, which reads its files with this reader.
+
+        Args:
+            reader: of one thread.
+            most_kept: the most bytes that stay in memory because they are read repeatedly.
+        """
+        return replace(self, _reader=reader, _source=Source(reader, most_kept))
 
     def extra(self, name: str) -> dict[str, Any]:
         """Return the contents of another JSON file of the folder; empty if there is none."""

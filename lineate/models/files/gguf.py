@@ -70,6 +70,10 @@ class View(Entry):
         return " and ".join(sorted({span.stored.kind.name for span in self.spans}))
 
     @property
+    def by_rows(self) -> bool:
+        return not any(span.turned for span in self.spans)
+
+    @property
     def kind(self) -> BlockType | None:
         """The type of its blocks, None if there are several."""
         kinds = {span.stored.kind.name: span.stored.kind for span in self.spans}

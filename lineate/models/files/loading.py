@@ -2,7 +2,7 @@
 
 A plan defines for every tensor of the model the pieces of the checkpoint that fill it. It is checked against the
 headers before any memory is allocated; one error lists all tensors that are missing, unexpected or misshapen. Then
-every tensor is allocated once, on its device and in its dtype, and filled piece by piece in the order of the files.
+every tensor is allocated once, on its device and in its dtype, and threads fill them in the order of the files.
 """
 
 import math
@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from lineate.console.terminal import console, printable
 from lineate.models.files.checkpoint import Checkpoint
 from lineate.models.files.encodings import Encoded
-from lineate.models.files.filling import Piece, allocate, box_of, fill
+from lineate.models.files.filling import Piece, allocate, box_of, units_of
 from lineate.models.files.safetensors import CheckpointError
+from lineate.models.files.threads import run_units
+from lineate.models.files.units import stored_bytes
 from lineate.quantised.format import Format
 from lineate.quantised.weight import QuantisedWeight
 
@@ -83,6 +85,11 @@ class _Target:
     like: Tensor
     made: Tensor | None = field(default=None)
 
+    @property
+    def full(self) -> Tensor:
+        assert self.made is not None
+        return self.made
+
 
 def load(
     model: nn.Module,
@@ -103,22 +110,17 @@ def load(
     check_all({name: target.like for name, target in targets.items()}, plan, checkpoint, hint)
     for name, target in targets.items():
         target.made = allocate(name, target.like, dtype, device, quantised.get(name))
-    jobs = [([piece], name) for name, pieces in plan.pieces.items() for piece in pieces if name not in quantised]
-    jobs += [(list(pieces), name) for name, pieces in plan.pieces.items() if name in quantised]
-    jobs.sort(key=lambda job: min(_place(checkpoint, piece) for piece in job[0]))
+    units = [unit for name, target in targets.items() for unit in units_of(checkpoint, plan.pieces[name], target.full)]
+    units.sort(key=lambda unit: unit.place)
     with show_progress(checkpoint, plan, progress) as advance:
-        for own, name in jobs:
-            made = targets[name].made
-            assert made is not None
-            fill(checkpoint, own, made, advance)
+        run_units(units, checkpoint, torch.device(device), advance)
     for target in targets.values():
-        assert target.made is not None
         if target.key in target.module._parameters:
-            learns = target.like.requires_grad and not isinstance(target.made, QuantisedWeight)
-            kept = nn.Parameter(target.made, requires_grad=learns)
+            learns = target.like.requires_grad and not isinstance(target.full, QuantisedWeight)
+            kept = nn.Parameter(target.full, requires_grad=learns)
             target.module.register_parameter(target.key, kept)
         else:
-            target.module.register_buffer(target.key, target.made)
+            target.module.register_buffer(target.key, target.full)
 
 
 def check_all(tensors: Mapping[str, Tensor], plan: LoadingPlan, checkpoint: Checkpoint, hint: str = "") -> None:
@@ -228,12 +230,6 @@ def _disjoint(boxes: list[list[tuple[int, int]]], dim: int) -> bool:
     return apart and all(_disjoint(group, dim + 1) for _, group in groups)
 
 
-def _place(checkpoint: Checkpoint, piece: Piece) -> tuple[str, int, int]:
-    """Return the position of a piece in its file; pieces are read in this order, so files are read sequentially."""
-    entry = checkpoint.entries[piece.source]
-    return str(entry.file), entry.start, 0 if piece.rows is None else piece.rows[0]
-
-
 def _check_equal(checkpoint: Checkpoint, first: str, second: str) -> None:
     one, other = checkpoint.entries[first], checkpoint.entries[second]
     same = one.shape == other.shape and one.dtype == other.dtype
@@ -257,22 +253,28 @@ def _check_equal(checkpoint: Checkpoint, first: str, second: str) -> None:
 def show_progress(
     checkpoint: Checkpoint, plan: LoadingPlan, progress: bool, verb: str = "loading"
 ) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar in bytes, if it is wanted, stderr is a terminal and rich is installed."""
+    """Show a progress bar in bytes of the files, if it is wanted, stderr is a terminal and rich is installed."""
     bar = None
     if progress and sys.stderr.isatty():
         try:
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+            from rich.progress import (
+                BarColumn,
+                DownloadColumn,
+                Progress,
+                TextColumn,
+                TimeRemainingColumn,
+                TransferSpeedColumn,
+            )
 
             name = TextColumn("{task.description}", markup=False)
-            columns = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn())
+            columns = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
             bar = Progress(*columns, console=console(stderr=True), transient=True)
         except ImportError:
             pass
     if bar is None:
         yield lambda nbytes: None
         return
-    sources = {piece.source for pieces in plan.pieces.values() for piece in pieces}
-    total = sum(checkpoint.entries[name].nbytes for name in sources)
+    total = sum(stored_bytes(checkpoint, piece) for pieces in plan.pieces.values() for piece in pieces)
     with bar:
         task = bar.add_task(printable(f"{verb} {checkpoint.folder.name}"), total=total)
         yield lambda nbytes: bar.advance(task, nbytes)

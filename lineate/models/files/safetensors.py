@@ -53,6 +53,8 @@ SURROGATES = re.compile("[\ud800-\udfff]")
 """Halves of surrogate pairs, which JSON can escape but files and terminals reject."""
 BUFFER_BYTES = 16 * 2**20
 """The size of the buffer for tensors whose dtype, layout or device changes while they are read."""
+READ_BYTES = 2**24
+"""The most bytes of one call of the system."""
 
 
 class CheckpointError(ValueError):
@@ -80,6 +82,11 @@ class Entry:
     def parts(self) -> tuple["Entry", ...]:
         """The stored tensors that it consists of: itself, or the codes and scales of a quantised one."""
         return (self,)
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether some of its rows take no more reading than their own bytes."""
+        return True
 
     @property
     def encoding(self) -> str:
@@ -222,30 +229,62 @@ class Reader:
                 f"{entry.file}: {name} of shape {entry.shape}{part} fills {count} elements, "
                 f"got a target of shape {tuple(target.shape)}"
             )
-        with entry.file.open("rb", buffering=0) as handle, torch.no_grad():
+        with self.open(entry.file) as handle, torch.no_grad():
             handle.seek(start)
             self._fill(handle, name, entry, target)
 
     def read_columns(self, name: str, entry: Entry, target: Tensor, first: int) -> None:
         """Fill `target`, contiguous CPU memory of the entry's dtype, with the columns of a matrix from `first` on."""
-        with entry.file.open("rb", buffering=0) as handle:
+        with self.open(entry.file) as handle:
             for row, part in enumerate(target):
                 handle.seek(entry.start + (row * entry.shape[1] + first) * entry.dtype.itemsize)
-                _read_exactly(handle, name, entry, part)
+                self.read(handle, name, entry, part)
+
+    @contextmanager
+    def open(self, file: Path) -> Iterator[FileIO]:
+        """Open a file for one read."""
+        with file.open("rb", buffering=0) as handle:
+            yield handle
+
+    def read(self, handle: FileIO, name: str, entry: Entry, target: Tensor) -> None:
+        """Fill `target`, contiguous CPU memory, with the next bytes of a file."""
+        view = _memory(target)
+        done = 0
+        while done < len(view):
+            count = handle.readinto(view[done : done + READ_BYTES])
+            if not count:
+                raise CheckpointError(
+                    f"{entry.file}: {name} needs {len(view)} bytes at byte {handle.tell() - done}, got {done} before "
+                    "the end of the file; it was cut while being read"
+                )
+            done += count
+
+    def copy(self, handle: FileIO, name: str, entry: Entry, part: Tensor) -> None:
+        """Fill `part`, of at most `buffer_bytes` in the file, through the buffer."""
+        nbytes = part.numel() * entry.dtype.itemsize
+        if self._buffer is None or self._buffer.numel() < nbytes:
+            self._buffer = torch.empty(min(max(nbytes, 2**16), self.buffer_bytes), dtype=torch.uint8, device="cpu")
+        buffer = self._buffer[:nbytes].view(entry.dtype)
+        self.read(handle, name, entry, buffer)
+        part.copy_(buffer.view(part.shape))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The size of the buffer."""
+        return BUFFER_BYTES
 
     def _fill(self, handle: FileIO, name: str, entry: Entry, target: Tensor) -> None:
         """Fill the target from the current position of the file."""
         if target.numel() == 0:
             return
-        per_buffer = BUFFER_BYTES // entry.dtype.itemsize
+        per_buffer = self.buffer_bytes // entry.dtype.itemsize
         if target.is_contiguous():
             flat = target.view(-1)
             if target.dtype == entry.dtype and target.device.type == "cpu" and not is_virtual(target):
-                _read_exactly(handle, name, entry, flat)
+                self.read(handle, name, entry, flat)
                 return
             for first in range(0, flat.numel(), per_buffer):
-                part = flat[first : first + per_buffer]
-                part.copy_(self._through(handle, name, entry, part.numel()))
+                self.copy(handle, name, entry, flat[first : first + per_buffer])
             return
         row = target[0].numel()
         if row > per_buffer:
@@ -254,36 +293,13 @@ class Reader:
             return
         step = per_buffer // row
         for first in range(0, len(target), step):
-            part = target[first : first + step]
-            part.copy_(self._through(handle, name, entry, part.numel()).view(part.shape))
-
-    def _through(self, handle: FileIO, name: str, entry: Entry, count: int) -> Tensor:
-        """Return the next elements of the file, in the buffer."""
-        nbytes = count * entry.dtype.itemsize
-        if self._buffer is None or self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(min(max(nbytes, 2**16), BUFFER_BYTES), dtype=torch.uint8, device="cpu")
-        part = self._buffer[:nbytes].view(entry.dtype)
-        _read_exactly(handle, name, entry, part)
-        return part
+            self.copy(handle, name, entry, target[first : first + step])
 
 
 def _memory(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor of any dtype."""
     nbytes = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr()))
-
-
-def _read_exactly(handle: FileIO, name: str, entry: Entry, target: Tensor) -> None:
-    view = _memory(target)
-    done = 0
-    while done < len(view):
-        count = handle.readinto(view[done:])
-        if not count:
-            raise CheckpointError(
-                f"{entry.file}: {name} needs {len(view)} bytes at byte {handle.tell() - done}, got {done} before the "
-                "end of the file; it was cut while being read"
-            )
-        done += count
 
 
 @dataclass(frozen=True)

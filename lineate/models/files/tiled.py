@@ -67,12 +67,22 @@ class TiledCheckpoint(Checkpoint):
         codes, scales = self.form.from_tiles(*self._read(name, tile, -(-last // TILE)), last - tile * TILE)
         return codes[first - tile * TILE :], scales[first - tile * TILE :]
 
-    def read_tiles(self, name: str, weight: QuantisedWeight) -> None:
-        """Fill a quantised weight of this checkpoint's format with the stored bytes."""
-        assert weight.scales is not None and weight.format == self.form
+    def stored_bytes(self, name: str) -> int:
+        return sum(entry.nbytes for entry in self.tiles[name]) if name in self.tiles else super().stored_bytes(name)
+
+    def is_plain(self, name: str) -> bool:
+        return name not in self.tiles and super().is_plain(name)
+
+    def is_kept(self, name: str, form: Format) -> bool:
+        """Whether a weight is stored in the tiles of this format."""
+        return name in self.tiles and form == self.form
+
+    def read_tiles(self, name: str, weight: QuantisedWeight, first: int, last: int) -> None:
+        """Fill tiles `first` to `last` of a quantised weight, or those of these experts, with the stored bytes."""
+        assert weight.scales is not None and self.is_kept(name, weight.format)
         for key, entry, part in zip((CODES, SCALES), self.tiles[name], (weight.codes, weight.scales), strict=True):
-            self._reader.read_into(name + key, entry, part)
-        self._check_numbers(name, weight.codes)
+            self._reader.read_into(name + key, entry, part[first:last], (first, last))
+        self._check_numbers(name, weight.codes[first:last])
 
     def _read(self, name: str, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Return some tiles, or the tiles of some experts."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from lineate.models.fields import show
 from lineate.models.files.encodings import awq, compressed, fp8, gptq
-from lineate.models.files.encodings.encoded import Encoded, Source
+from lineate.models.files.encodings.encoded import MOST_KEPT, Encoded, Source
 from lineate.models.files.encodings.settings import Settings
 from lineate.models.files.encodings.tensors import Encoding, StoredTensors
 from lineate.models.files.safetensors import Entry
@@ -41,4 +41,4 @@ def decoded(
     return tensors.finish(method)
 
 
-__all__ = ["METHODS", "Encoded", "Encoding", "Source", "decoded"]
+__all__ = ["METHODS", "MOST_KEPT", "Encoded", "Encoding", "Source", "decoded"]

@@ -25,6 +25,10 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 class ShuffledCodes(Encoded):
     """Codes of the transpose, in words along the rows of the weight, whose order is that of a GPU's threads."""
 
+    @property
+    def by_rows(self) -> bool:
+        return False
+
     def _codes(self, source: Source, matrix: int, first: int, last: int) -> Tensor:
         return self._unpacked(source, self.codes, first, last)
 

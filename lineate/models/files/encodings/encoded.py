@@ -38,10 +38,15 @@ class Stored(NamedTuple):
 
 
 class Source:
-    """Reads parts of stored tensors, in their dtypes, on the CPU."""
+    """Reads parts of stored tensors, in their dtypes, on the CPU.
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
+    Args:
+        reader: of the files.
+        most: bytes that stay in memory because they are read by columns.
+    """
+
+    def __init__(self, reader: Reader, most: int = MOST_KEPT) -> None:
+        self._reader, self._most = reader, most
         self._kept: dict[str, Tensor] = {}
         self._windows: dict[str, tuple[int, Tensor]] = {}
 
@@ -58,18 +63,18 @@ class Source:
             found = torch.empty(stored.entry.shape, dtype=stored.entry.dtype, device="cpu")
             self._reader.read_into(stored.name, stored.entry, found)
         self._kept[stored.name] = found
-        while sum(x.nbytes for x in self._kept.values()) > MOST_KEPT:
+        while sum(x.nbytes for x in self._kept.values()) > self._most:
             del self._kept[next(iter(self._kept))]
         return found
 
     def columns(self, stored: Stored, first: int, last: int) -> Tensor:
         """Return columns of a matrix; a small matrix is read once, and a large one a window of columns at a time."""
         entry = stored.entry
-        if entry.nbytes <= MOST_KEPT // 2:
+        if entry.nbytes <= self._most // 2:
             return self.whole(stored)[:, first:last].contiguous()
         start, window = self._windows.pop(stored.name, (0, torch.empty(0, 0, device="cpu")))
         if first < start or last > start + window.shape[1]:
-            width = max(last - first, MOST_KEPT // 4 // (entry.shape[0] * entry.dtype.itemsize))
+            width = max(last - first, self._most // 4 // (entry.shape[0] * entry.dtype.itemsize))
             window = torch.empty(entry.shape[0], min(width, entry.shape[1] - first), dtype=entry.dtype, device="cpu")
             self._reader.read_columns(stored.name, entry, window, first)
             start = first

@@ -29,6 +29,10 @@ class TurnedCodes(Encoded):
     offset: int = 0
     """The number that the file has subtracted from every code of 0."""
 
+    @property
+    def by_rows(self) -> bool:
+        return False
+
     def _codes(self, source: Source, matrix: int, first: int, last: int) -> Tensor:
         words = source.columns(self.codes, first, last)  # words rows
         return codes_of(words, self.bits).transpose(0, 1).flatten(1)
