@@ -35,6 +35,7 @@ def several(monkeypatch):
     monkeypatch.setattr(readers, "CHANGED_BYTES", 512)
     monkeypatch.setattr(threads, "THREAD_BYTES", 1)
     monkeypatch.setattr(threads, "MOST_THREADS", 4)
+    monkeypatch.setattr(threads, "DEVICES", ("cpu", "cuda"))
 
 
 @pytest.fixture(autouse=True)

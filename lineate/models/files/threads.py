@@ -17,6 +17,8 @@ from lineate.models.files.encodings import MOST_KEPT, Encoded
 from lineate.models.files.readers import StagedReader, ThreadReader
 from lineate.models.files.units import PART_BYTES, Unit
 
+DEVICES = ("cpu",)
+"""The types of devices that several threads fill; StagedReader, for "cuda", has not been compared on a GPU."""
 MOST_THREADS = 16
 """The most threads that read a checkpoint."""
 LEAST_THREADS = 4
@@ -92,7 +94,7 @@ def run_units(
 
 def thread_count(units: Sequence[Unit], checkpoint: Checkpoint, device: torch.device) -> int:
     """Return the number of threads for units of a checkpoint: about the cores, and one for a small model."""
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in DEVICES:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = min(MOST_THREADS, max(LEAST_THREADS, cores))
