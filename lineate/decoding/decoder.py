@@ -79,36 +79,39 @@ class Decoder:
         self._room, self._graph, self._debug = room, graph, debug
         device = model.device.type
         self._autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        self.kept: list[int] = list(range(self.rows))
+        """The rows that are left, by their numbers in the state that the decoder began with."""
         self._prepare(state, 0)
 
     def __deepcopy__(self, copied: dict[int, Any]) -> "Decoder":
         other = copy(self)
         copied[id(self)] = other
         other.model = deepcopy(self.model, copied)
-        other._prepare(self.state, self.reads)
-        other._steps.done = self._steps.done
+        other.kept = list(self.kept)
+        other._prepare(self.state, *self._steps.done)
         return other
 
     def refresh(self) -> None:
         """Prepare the step again, after the model was changed: read its modules, bind the states, record the graph."""
-        self._prepare(self.state, self.reads)
+        self._prepare(self.state, *self._steps.done)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _prepare(self, state: ModelState, reads: int) -> None:
+    def _prepare(self, state: ModelState, reads: int, logits: Tensor | None = None) -> None:
         # Keep the weights alive even if the model is deleted: the step reads them at their addresses.
-        self._weights = [x.detach() for x in (*self.model.parameters(), *self.model.buffers())]
-        self._verified = Verified(self.model) if self._debug else None
+        weights = [x.detach() for x in (*self.model.parameters(), *self.model.buffers())]
+        verified = Verified(self.model) if self._debug else None
+        steps = self._made(state, reads)
+        steps.done = reads, logits
+        self._weights, self._verified, self._steps, self.rows = weights, verified, steps, state.rows
+
+    def _made(self, state: ModelState, reads: int) -> NativeDecoding | DecodingInPlace:
         step = PreparedStep.of(self.model)
-        self._steps: NativeDecoding | DecodingInPlace
         if step is not None and step.computes_all and reads_rows(state.rows, self._format):
             native = NativeDecoding(step.plan, state, self._room, self._format, reads)
             if native.fits:
-                self._steps = native
-                return
-        self._steps = DecodingInPlace(
-            self.model, state, self._room, self._format, self._autocast, self._graph, step, reads
-        )
+                return native
+        return DecodingInPlace(self.model, state, self._room, self._format, self._autocast, self._graph, step, reads)
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Read one token of every row. Where C computes the model, a call that raises changes nothing.
@@ -130,8 +133,8 @@ class Decoder:
     @torch.no_grad()
     def _read(self, steps: NativeDecoding, ids: Tensor) -> Tensor:
         if steps.is_full:
-            steps = self._steps = steps.grown(2 * self._room)
-            self._room *= 2
+            steps = steps.grown(2 * self._room)
+            self._steps, self._room = steps, 2 * self._room
         logits = steps.read(ids) if steps.accepts(ids) else None
         if logits is None:  # ids of another dtype, or wrong ones
             self._check(ids)
@@ -172,9 +175,9 @@ class Decoder:
         return self._steps.done[1] if self.reads > reads else None
 
     def rewinds(self, reads: int) -> bool:
-        """Whether state_before(reads) and row(row, reads) can return a state: always after all calls, and where C
-        computes the model also before the last one."""
-        return reads == self.reads or (isinstance(self._steps, NativeDecoding) and reads == self.reads - 1)
+        """Whether state_before(reads) and row(row, reads) have a state: always after all calls, and after all but the
+        last where C computes the model and has just read."""
+        return self._steps.has(reads)
 
     def state_before(self, reads: int) -> ModelState:
         """Return the state after `reads` calls, see `rewinds`."""
@@ -185,7 +188,7 @@ class Decoder:
         """Return a copy of the state of one row after `reads` calls, see `rewinds`; None: after all of them."""
         reads = self.reads if reads is None else reads
         self._check_rewinds(reads)
-        if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < self.rows:
+        if not self._is_row(row):
             raise ValueError(f"row must be one of 0 .. {self.rows - 1}, got {row!r}")
         return self._steps.row(row, reads) if isinstance(self._steps, NativeDecoding) else self._steps.row(row)
 
@@ -194,21 +197,26 @@ class Decoder:
     def keep(self, rows: Sequence[int], reads: int | None = None) -> None:
         """Go on with these rows alone, in this order, from their state after `reads` calls (None: all of them).
 
-        Where C computes the model, this costs a copy of their states; on a GPU the graph is recorded again.
+        Where C computes the model, this costs a copy of their states; on a GPU the graph is recorded again. If it
+        fails, nothing has changed.
         """
         reads = self.reads if reads is None else reads
         self._check_rewinds(reads)
-        if not rows or not all(0 <= row < self.rows for row in rows):
+        if not rows or not all(map(self._is_row, rows)):
             raise ValueError(f"rows must be at least one of 0 .. {self.rows - 1}, got {list(rows)}")
-        at = torch.tensor(list(rows), dtype=torch.int64, device="cpu")
-        self.rows = len(at)
+        at, kept = torch.tensor(list(rows), dtype=torch.int64, device="cpu"), [self.kept[row] for row in rows]
         if isinstance(self._steps, NativeDecoding):
-            self._steps = self._steps.kept(at, reads, self._room)
+            steps: NativeDecoding | DecodingInPlace = self._steps.kept(at, reads, self._room)
         else:
-            self._prepare(self._steps.state().select(at.to(self.model.device)), reads)
+            steps = self._made(self._steps.state().select(at.to(self.model.device)), reads)
+        self._steps, self.kept, self.rows = steps, kept, len(kept)
+
+    def _is_row(self, row: object) -> bool:
+        return isinstance(row, int) and not isinstance(row, bool) and 0 <= row < self.rows
 
     def _check_rewinds(self, reads: int) -> None:
         if not self.rewinds(reads):
             raise ValueError(
-                f"reads must be {self.reads}, the number of calls, or one less where C computes the model, got {reads}"
+                f"reads must be {self.reads}, the number of calls, or one less where C computes the model and has "
+                f"just read, got {reads}"
             )

@@ -48,6 +48,8 @@ class NativeDecoding:
         """Whether C can use these states; else there is nothing to read."""
         self.done: tuple[int, Tensor | None] = reads, None
         """How many tokens were read, and the logits of the last one."""
+        self._before = False
+        """Whether the other copy has the state before the last read."""
 
     def _roomy(self, cache: TokenCache) -> dict[str, Tensor]:
         made = {}
@@ -87,9 +89,12 @@ class NativeDecoding:
         bound = self._bound[side]
         torch.add(self._start, reads - self._from, out=self._lengths[side])
         turn_on(bound.shared)
+        self._before, before = False, self._before
         logits = run_tokens(self.plan, bound, ids)
-        if logits is not None:
-            self.done = reads + 1, logits
+        if logits is None:
+            self._before = before
+        else:
+            self.done, self._before = (reads + 1, logits), True
         return logits
 
     @property
@@ -97,11 +102,15 @@ class NativeDecoding:
         """How many tokens of every row were read."""
         return self.done[0]
 
+    def has(self, reads: int) -> bool:
+        """Whether the state after this number of reads is known: after all of them, or all but the last."""
+        return reads == self.reads or (self._before and reads == self.reads - 1)
+
     def state(self, reads: int | None = None) -> ModelState:
         """Return a copy of the state after the given number of reads: all of them (None), or all but the last."""
         reads = self.reads if reads is None else reads
         more = reads - self._from
-        assert self.reads - 1 <= reads <= self.reads and more >= 0
+        assert self.has(reads)
         longest = self._longest + more
         lengths = longest if self._even else self._start + more
         return copied(self._sides[more % 2], self._caches, longest, lengths)

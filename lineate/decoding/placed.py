@@ -39,12 +39,12 @@ class DecodingInPlace:
         reads: int,
     ) -> None:
         self.model, self.rows, self._format, self._autocast = model, state.rows, format, autocast
-        self.done: tuple[int, Tensor | None] = reads, None
-        """How many tokens were read, and the logits of the last one."""
+        self._done: tuple[int, Tensor | None] = reads, None
+        self._started = False
+        """Whether a step was begun and, as far as this object knows, has not ended: see _settle."""
         device = model.device
         self._even = isinstance(state.lengths, int)
         self._longest = int(state.lengths if isinstance(state.lengths, int) else state.lengths.max())
-        self._room = room
         self._lengths = torch.empty(self.rows, dtype=torch.int64, device=device)
         if isinstance(state.lengths, int):
             self._lengths.fill_(state.lengths)
@@ -59,25 +59,44 @@ class DecodingInPlace:
             else:
                 self._caches[n] = {name: layer[name][:, : self._longest].to(device) for name in layer.names}
         self._graphed, self._prepared = graph, prepared
-        self._grow()
+        self._grow(room)
 
     def read(self, ids: Tensor) -> Tensor:
         """Return the logits `rows 1 vocab` of ids `rows 1`, which are good."""
+        self._settle()
         if self._caches and self._longest + 1 > self._capacity:
-            self._room *= 2
-            self._grow()
+            self._grow(2 * self._room)
         bound = self._prepared
-        if bound is not None and self._longest + 1 > self._window:
+        if bound is not None and self._caches and self._longest + 1 > self._window:
             self._bind(bound)
+        self._started = True
         if bound is not None and bound.is_bound and bound.accepts(ids):
             logits = self._read_prepared(bound, ids)
         else:
             logits = self._steps.step(ids, self._longest)[0]
             if bound is not None:
                 self._bind(bound)  # the step has moved what C was bound to
-        self._longest += 1
-        self.done = self.reads + 1, logits
+        # No call comes between these lines, so that an interrupt finds all of them done, or none.
+        self._longest = self._longest + 1
+        self._done = self._done[0] + 1, logits
+        self._started = False
         return logits
+
+    def _settle(self) -> None:
+        """Complete a step that was interrupted, as by Ctrl-C, before this object knew of its end."""
+        if not self._started:
+            return
+        ahead = int(self._lengths.max()) - self._longest
+        found = self._steps.repeat(self._longest) if ahead else None
+        if ahead == 0 and self._steps.graphed:  # a graph is launched whole, and has not been
+            self._started = False
+        elif found is not None:
+            self._longest, self._done, self._started = self._longest + 1, (self._done[0] + 1, found[0]), False
+        else:
+            raise RuntimeError(
+                "a step of this decoder was interrupted, and its memories may be those of half a step; make a Decoder "
+                "from a state that was read before"
+            )
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -87,9 +106,23 @@ class DecodingInPlace:
             return prepared.read(ids)[0]
 
     @property
+    def done(self) -> tuple[int, Tensor | None]:
+        """How many tokens were read, and the logits of the last one."""
+        self._settle()
+        return self._done
+
+    @done.setter
+    def done(self, done: tuple[int, Tensor | None]) -> None:
+        self._done = done
+
+    @property
     def reads(self) -> int:
         """How many tokens of every row were read."""
         return self.done[0]
+
+    def has(self, reads: int) -> bool:
+        """Whether the state after this number of reads is known: that after all of them."""
+        return reads == self.reads
 
     @property
     def captured(self) -> bool:
@@ -98,28 +131,33 @@ class DecodingInPlace:
 
     def state(self) -> ModelState:
         """Return a copy of the state after the last read."""
+        self._settle()
         lengths = self._longest if self._even else self._lengths.clone()
         return copied(self._memories, self._caches, self._longest, lengths)
 
     def row(self, row: int) -> ModelState:
         """Return a copy of the state of one row after the last read."""
+        self._settle()
         n = self._longest if self._even else int(self._lengths[row])
         return copied(self._memories, self._caches, n, n, slice(row, row + 1))
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _grow(self) -> None:
-        """Allocate memory for self._room more tokens, and prepare the step."""
-        self._capacity = round_up(self._longest + self._room, 64)
-        for own in self._caches.values():
+    def _grow(self, room: int) -> None:
+        """Allocate memory for this many more tokens, and prepare the step; if that fails, nothing has changed."""
+        capacity, caches = round_up(self._longest + room, 64), {}
+        for n, own in self._caches.items():
+            caches[n] = {}
             for name, old in own.items():  # zeros, since masked entries must be finite
-                own[name] = old.new_zeros(self.rows, self._capacity, *old.shape[2:])
-                own[name][:, : self._longest] = old[:, : self._longest]
-        tensors = RowTensors(self._memories, self._caches, self._lengths, self._capacity, self._format)
-        vars(self).pop("_steps", None)  # frees the memory of the old graph before another one is recorded
-        self._steps = RowSteps(self.model, tensors, self._graphed, self._autocast, most_graphs=1)
-        self._steps.runs.fill_(1)
-        self._steps.prepare(self.rows, self._longest)
+                caches[n][name] = new = old.new_zeros(self.rows, capacity, *old.shape[2:])
+                new[:, : self._longest] = old[:, : self._longest]
+        tensors = RowTensors(self._memories, caches, self._lengths, capacity, self._format)
+        steps = RowSteps(self.model, tensors, self._graphed, self._autocast, most_graphs=1)
+        steps.runs.fill_(1)
+        steps.prepare(self.rows, self._longest)
+        if self._prepared is not None:
+            self._prepared.unbind()
+        self._caches, self._capacity, self._room, self._steps, self._window = caches, capacity, room, steps, 0
         if self._prepared is not None:
             self._bind(self._prepared)
 

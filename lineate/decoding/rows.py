@@ -133,13 +133,16 @@ class RowSteps:
         self._own_lengths: dict[int, bool] = {}  # whether attention reads only up to each row's length, by t
         self._kept: dict[Hashable, object] = {}
         # All graphs share the memory of their intermediate results: nothing of a replay is read after the next one.
-        self._memory = torch.cuda.graph_pool_handle() if self.graphed else None
+        # A step that is the only one has memory of its own, which is freed with it.
+        self._memory = torch.cuda.graph_pool_handle() if self.graphed and most_graphs > 1 else None
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors that are allocated besides the pool's."""
         return [self.ids, self.runs, self.counts]
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def step(self, ids: Tensor, longest: int) -> tuple[Tensor, ...]:
         """Read ids `rows 1`; return logits and the inputs of the head.
 
@@ -151,6 +154,15 @@ class RowSteps:
         self.ids[:running] = ids
         graph = self.prepare(running, longest)
         return self._read(running, self._window(longest + 1, 1)) if graph is None else graph.replay()
+
+    def repeat(self, longest: int) -> tuple[Tensor, ...] | None:
+        """Return copies of the results of the last step of all rows, if it was a graph.
+
+        Args:
+            longest: The tokens of the longest row before it.
+        """
+        graph = self._kept.get((self._rounded(self._rows), self._window(longest + 1, 1)))
+        return tuple(x.clone() for x in graph.results) if isinstance(graph, Graph) else None
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -164,6 +176,8 @@ class RowSteps:
         rows, window = self._rounded(running), self._window(longest + 1, 1)
         return self._recorded((rows, window), partial(self._record_step, rows, window))
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def trail(self, ids: Tensor, longest: int) -> tuple[tuple[Tensor, ...], int] | None:
         """Read ids `rows t`, padded to one more than a power of two; return logits and hidden, and the new t.
 
@@ -184,6 +198,8 @@ class RowSteps:
         self._accept = trail.accept
         return trail.read.replay(), t
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def accept(self, counts: Tensor) -> None:
         """Keep the first tokens of each row of the last trail.
 

@@ -58,15 +58,21 @@ class Generation(Iterator[Tensor]):
         self._decoder: Decoder | None = None
         """Reads the tokens after the prompt, where C or a CUDA graph computes the model; it then has the state."""
         self._decoded: list[int] = []
-        """The rows of the decoder; on a GPU it goes on with rows that have stopped, since others need another graph."""
+        """The rows that it began with."""
         self._begun: int | Tensor = 0
-        """The tokens of each of its rows when it began."""
+        """The tokens of each of these rows then."""
         self._reads = 0
         """How many of its calls this has used."""
         self._decodes = True
         """Whether a decoder may be prepared for these rows; it is asked once."""
+        self._narrows = True
+        """Whether the decoder may go on without rows that have stopped."""
         self._unseen: Tensor | None = None
-        """The result of an interrupted call of next, which the state has had to complete."""
+        """The last tokens, until next returns them: it may be interrupted before."""
+        self._chosen: list[int] | None = None
+        """The same, until _book has added them to `tokens`."""
+        self._booked = self._made = 0
+        """How many of them it has added; the number of tokens before them of each row that goes on."""
         self._ended: dict[int, ModelState] = {}
         self._seen: list[dict[int, int] | None] = [None] * rows
         for n, own in enumerate(sampling):
@@ -95,8 +101,9 @@ class Generation(Iterator[Tensor]):
         If a call of next was interrupted on a GPU after the model had read its tokens, `tokens` has the next ones, too.
         """
         self._shown = True
+        self._book()
         if self._decoder is not None and not self._decoder.rewinds(self._reads):
-            self._unseen = self._advance()
+            self._advance()
         now = self._now()
         if not self._ended:
             return now
@@ -106,14 +113,17 @@ class Generation(Iterator[Tensor]):
 
     def _now(self) -> ModelState | None:
         """Return the state of the rows that go on."""
-        if self._decoder is None:
+        decoder = self._decoder
+        if decoder is None:
             return self._state
-        state = self._decoder.state_before(self._reads)
-        return state if self._decoded == self._going else state.select(torch.tensor(self._places()))
+        state, rows = decoder.state_before(self._reads), self._rows_of(decoder)
+        if rows == self._going:
+            return state
+        return state.select(torch.tensor(_places(self._going, rows), device="cpu"))
 
-    def _places(self) -> list[int]:
-        """Return where the rows that go on are in the decoder."""
-        return [self._decoded.index(n) for n in self._going]
+    def _rows_of(self, decoder: Decoder) -> list[int]:
+        """Return the rows of the decoder: on a GPU also those that have stopped, as others need another graph."""
+        return [self._decoded[row] for row in decoder.kept]
 
     def run(self) -> list[list[int]]:
         """Generate up to the end, and return the new tokens of each row, its stop token included."""
@@ -126,14 +136,19 @@ class Generation(Iterator[Tensor]):
 
     def __next__(self) -> Tensor:
         """Return the next token of every row, `b`."""
-        if self._unseen is not None:
-            unseen, self._unseen = self._unseen, None
-            return unseen
-        if not self._left or not self._going:
-            raise StopIteration
-        return self._advance()
+        self._book()
+        if self._unseen is None:
+            if not self._left or not self._going:
+                if self._decoder is not None:
+                    state = self._now()
+                    self._state, self._decoder = state, None
+                raise StopIteration
+            self._advance()
+        unseen, self._unseen = self._unseen, None
+        assert unseen is not None
+        return unseen
 
-    def _advance(self) -> Tensor:
+    def _advance(self) -> None:
         """Read the last token of every row, and choose the next one."""
         going, device = self._going, self.last.device
         with torch.no_grad():
@@ -141,34 +156,60 @@ class Generation(Iterator[Tensor]):
             lengths = self._lengths if read is None else read.lengths
             at = torch.full((len(going),), lengths, device=device) if isinstance(lengths, int) else lengths
             tokens = choose_tokens(logits, [self._sampling[n] for n in going], at, [self._seen[n] for n in going])
-        chosen = tokens.tolist()  # waits for a GPU: an interrupt here leaves everything unchanged
+        chosen = tokens.tolist()  # waits for a GPU: after an interrupt here, the same is chosen again
+        whole, following = len(going) == len(self.tokens), tokens[:, None]
+        last = tokens if whole else self.last.index_copy(0, torch.tensor(going, device=device), tokens)
+        # No call comes between these lines, so that an interrupt finds all of them done, or none.
         if read is None:
-            self._reads += 1
+            self._reads = self._reads + 1
         else:
-            self._spare, self._shown = (None if self._shown else self._state), False
+            self._spare = None if self._shown else self._state
+            self._shown = False
             self._state = read
-        self._bounds, self._left = None, self._left - 1
-        for n, token in zip(going, chosen, strict=True):
-            self.tokens[n].append(token)
-            if (seen := self._seen[n]) is not None:
-                seen[token] = seen.get(token, 0) + 1
-        whole = len(going) == len(self.tokens)
-        self.last = tokens if whole else self.last.index_copy(0, torch.tensor(going, device=device), tokens)
+        self._bounds = None
+        self._left = self._left - 1
+        self.last = self._unseen = last
+        self._next = following
+        self._booked = 0
+        self._chosen = chosen
+        self._book()
+
+    def _book(self) -> None:
+        """Add the tokens that were chosen to those of each row, and drop the rows that they end.
+
+        An interrupted call is continued by the next one: a row is added by lines between which there is no call.
+        """
+        chosen = self._chosen
+        if chosen is None:
+            return
+        while self._booked < len(chosen):
+            row, token = self._going[self._booked], chosen[self._booked]
+            own, seen = self.tokens[row], self._seen[row]
+            times = 0 if seen is None else seen.get(token, 0) + 1
+            own[self._made :] = [token]
+            if seen is not None:
+                seen[token] = times
+            self._booked = self._booked + 1
         if self._stops and not self._stops.isdisjoint(chosen):
-            tokens = self._drop([token in self._stops for token in chosen], tokens)
-        self._next = tokens[:, None]
-        return self.last
+            self._drop([token in self._stops for token in chosen])
+        else:
+            self._made = self._made + 1
+            self._chosen = None
 
     def _read(self) -> tuple[Tensor, ModelState | None]:
         """Read the next tokens; return the logits of the last of each row, and the state unless the decoder has it."""
         if self._decoder is None and self._state is not None and self._bounds is None and self._decodes:
             self._prepare(self._state)
-        if self._decoder is not None:
-            logits = self._decoder.repeat(self._reads)
-            whole = self._decoded == self._going
+        decoder = self._decoder
+        if decoder is not None:
+            logits = decoder.repeat(self._reads)
             if logits is None:
-                logits = self._decoder(self._next if whole else self._last_of(self._decoded))
-            return (logits if whole else logits[self._places()])[:, -1], None
+                self._narrow(decoder)
+            rows = self._rows_of(decoder)
+            whole = rows == self._going
+            if logits is None:
+                logits = decoder(self._next if whole else self._last_of(rows))
+            return (logits if whole else logits[_places(self._going, rows)])[:, -1], None
         state = self._state if self._spare is None else _over(self._state, self._spare)
         out = read_prompt(self._model, self._next, state, self._bounds)
         return out.logits[:, -1] if self._bounds is None else out.logits[0], out.state
@@ -202,38 +243,50 @@ class Generation(Iterator[Tensor]):
         """The tokens of each row that goes on with the one that the decoder has read."""
         begun = self._begun
         if isinstance(begun, Tensor) and self._decoded != self._going:
-            begun = begun[self._places()]
+            begun = begun[_places(self._going, self._decoded)]
         return begun + self._reads + 1
 
-    def _drop(self, stopped: list[bool], tokens: Tensor) -> Tensor:
-        """Keep the states of rows that have stopped, and return the tokens of those that go on."""
-        self._spare = None  # it has other rows
-        places = self._places() if self._decoder is not None else []
+    def _drop(self, stopped: list[bool]) -> None:
+        """Keep the states of rows that have stopped, and go on with the others."""
+        decoder, ended = self._decoder, dict(self._ended)
+        places = [] if decoder is None else _places(self._going, self._rows_of(decoder))
         for i, n in enumerate(self._going):
             if stopped[i]:
-                decoder = self._decoder
-                self._ended[n] = _row(self._state, i) if decoder is None else decoder.row(places[i], self._reads)
+                ended[n] = _row(self._state, i) if decoder is None else decoder.row(places[i], self._reads)
         left = [i for i, over in enumerate(stopped) if not over]
-        self._going = [self._going[i] for i in left]
-        if not left:
-            self._state = self._decoder = None
-            return tokens[:0]
-        at = torch.tensor(left, device=tokens.device)
-        if self._decoder is None:
+        going = [self._going[i] for i in left]
+        at = torch.tensor(left, dtype=torch.int64, device=self._next.device)
+        following, state = self._next[at], None
+        if decoder is None and left:
             assert self._state is not None
-            self._state = self._state.select(at)
-        else:
-            self._narrow(self._decoder, [places[i] for i in left])
-        return tokens[at]
+            state = self._state.select(at)
+        # No call comes between these lines, so that an interrupt finds all of them done, or none.
+        self._spare = None  # it has other rows
+        self._state = state
+        self._decoder = decoder if left else None
+        self._ended = ended
+        self._going = going
+        self._next = following
+        self._made = self._made + 1
+        self._chosen = None
 
-    def _narrow(self, decoder: Decoder, kept: list[int]) -> None:
-        """Keep these rows of the decoder alone, unless that needs another graph for few tokens or few rows less."""
-        if decoder.captured and (2 * len(kept) > len(self._decoded) or self._left < FEWEST_GRAPHED):
+    def _narrow(self, decoder: Decoder) -> None:
+        """Leave rows that have stopped out of the decoder, unless that needs another graph for little."""
+        rows = self._rows_of(decoder)
+        if rows == self._going or not self._narrows:
             return
-        decoder.keep(kept, self._reads)
-        if isinstance(self._begun, Tensor):
-            self._begun = self._begun[kept]
-        self._decoded = [self._decoded[place] for place in kept]
+        if decoder.captured and (2 * len(self._going) > len(rows) or self._left < FEWEST_GRAPHED):
+            return
+        try:
+            decoder.keep(_places(self._going, rows), self._reads)
+        except torch.OutOfMemoryError:  # it copies the state
+            self._narrows = False
+
+
+def _places(rows: list[int], among: list[int]) -> list[int]:
+    """Return where these rows are among others."""
+    found = {row: place for place, row in enumerate(among)}
+    return [found[row] for row in rows]
 
 
 def _over(state: ModelState | None, spare: ModelState) -> ModelState:

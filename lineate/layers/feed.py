@@ -171,9 +171,14 @@ class MixtureOfExperts(nn.Module):
             y = y + (shared if self.shared_gate is None else self._opened(tokens) * shared)
         return y
 
+    @property
+    def _runs_own_code(self) -> bool:
+        """Whether no method is overridden, in a subclass or on this module, that kernels and C would skip."""
+        return type(self) is MixtureOfExperts and _METHODS.isdisjoint(vars(self))
+
     def _run_in_place(self, tokens: Tensor) -> Tensor | None:
         """Return the layer's output by kernels that read the weights in place; None if they do not take this call."""
-        if type(self) is not MixtureOfExperts or kernels_for(tokens) is None or not is_eager(tokens):
+        if not self._runs_own_code or kernels_for(tokens) is None or not is_eager(tokens):
             return None
         if torch.is_autocast_enabled("cuda") or (torch.is_grad_enabled() and needs_grad(tokens, *self.parameters())):
             return None
@@ -307,7 +312,12 @@ class MixtureOfExperts(nn.Module):
         The results have the bits of one_by_one.
         """
         gate_up, down = self.experts_gate_up, self.experts_down
-        if not tokens.is_cpu or not 0 < tokens.shape[0] <= experts_in_c.MOST_ROWS or needs_grad(tokens, gate_up, down):
+        if (
+            not self._runs_own_code
+            or not tokens.is_cpu
+            or not 0 < tokens.shape[0] <= experts_in_c.MOST_ROWS
+            or needs_grad(tokens, gate_up, down)
+        ):
             return None
         if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or not is_eager(tokens, chosen):
             return None
@@ -397,3 +407,6 @@ def _chosen(weight: Tensor, experts: Tensor) -> Tensor:
     few = weight.with_parts(lambda part: part.index_select(0, experts))
     shape = len(experts), *weight.shape[1:]
     return QuantisedWeight(few.codes, few.scales, shape, weight.format, weight.dtype).decoded()
+
+
+_METHODS = frozenset(name for name, x in vars(MixtureOfExperts).items() if callable(x))

@@ -10,6 +10,8 @@ from lineate.models.state import ModelState
 PIECE = 16384
 """Tokens of a piece, of all rows together: large enough for the matrix rate of a GPU, also where each token goes to 8
 of 256 experts, and small enough for a few GB of activations."""
+CHUNK = 64
+"""The tokens that the kernels of the rules read at a time; pieces are multiples of it."""
 
 
 @torch.no_grad()
@@ -32,7 +34,7 @@ def read_prompt(
     if whole or (cu_seqlens is not None and not cu_seqlens.diff().all()):
         return model(ids, state, cu_seqlens, last_only=True)
     if cu_seqlens is None:
-        return _read_rows(model, ids, state, max(1, piece // ids.shape[0]))
+        return _read_rows(model, ids, state, max(CHUNK, piece // ids.shape[0] // CHUNK * CHUNK))
     outputs = []
     for row, own in enumerate(ids.split(cu_seqlens.diff().tolist(), 1)):
         before = None if state is None else state.select(torch.tensor([row], device=ids.device))

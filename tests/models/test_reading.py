@@ -65,12 +65,12 @@ def test_on_a_cpu_it_is_one_call() -> None:
 @torch.no_grad()
 def test_long_prompts_on_a_gpu(packed: bool, before: int) -> None:
     model = random_model(CONFIG).cuda()
-    ids, bounds = draw(2, 64).cuda(), None
+    ids, bounds = draw(2, 200).cuda(), None
     if packed:
-        ids, bounds = draw(1, 128).cuda(), torch.tensor([0, 3, 100, 128], device="cuda")
+        ids, bounds = draw(1, 400).cuda(), torch.tensor([0, 3, 300, 400], device="cuda")
     rows = 2 if bounds is None else 3
     state = model(draw(rows, before, seed=1).cuda()).state if before else None
-    found = read_prompt(model, ids, state, bounds, piece=24)
+    found = read_prompt(model, ids, state, bounds, piece=130)
     expected = model(ids, state, bounds, last_only=True)
     torch.testing.assert_close(found.logits, expected.logits, rtol=1e-3, atol=1e-3)
     close(found.state, expected.state, 1e-3)

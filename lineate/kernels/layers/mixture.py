@@ -39,6 +39,8 @@ DECODED = 2**28
 """Elements of experts that are decoded at a time."""
 LEAST_SHARED = 99 * 1024
 """Shared memory of a program on GPUs of compute capability 8 that have the least."""
+MOST_ROWS = 2**20
+"""The most rows, whose blocks fit into the second dimension of a grid."""
 Tile = dict[str, int]
 Weight = Tensor | Codes
 
@@ -89,7 +91,11 @@ class Tiles(NamedTuple):
 
 def serves(tokens: Tensor, router: Router, made: Experts) -> bool:
     """Whether `mix` supports these tokens `rows k` and weights, none of which needs a gradient."""
-    if tokens.dtype not in KERNEL_DTYPES or not tokens.shape[0] or not fits(router.routing, router.weight.shape[0]):
+    if (
+        tokens.dtype not in KERNEL_DTYPES
+        or not 0 < tokens.shape[0] <= MOST_ROWS
+        or not fits(router.routing, router.weight.shape[0])
+    ):
         return False
     if tokens.dtype is torch.float32 and tokens.is_cuda and tokens.shape[0] > FEW:  # cuBLAS takes less time
         return False
