@@ -84,7 +84,7 @@ def copy_rate() -> float:
 
 @contextmanager
 def at_most(count: int | None) -> Iterator[None]:
-    """Load with at most so many threads; None: the default."""
+    """Load with at most this number of threads; None: the default."""
     before = loading_threads.MOST_THREADS
     loading_threads.MOST_THREADS = before if count is None else count
     try:

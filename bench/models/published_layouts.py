@@ -35,7 +35,7 @@ class Layout:
     prefix: str = "model."
 
     def config(self, gigabytes: float) -> HybridConfig:
-        """Return the sizes of a model of at most so many gigabytes, and at least one layer with experts."""
+        """Return the sizes of a model of at most this number of gigabytes, and at least one layer with experts."""
         whole = preset(self.preset)
         counts = range(len(whole.dense_layers) + 1, whole.n_layers + 1)
         found = [replace(whole, n_layers=n, pattern=whole.letters[:n]) for n in counts]
@@ -60,7 +60,7 @@ class Layout:
         }
 
     def write(self, folder: Path, gigabytes: float) -> HybridConfig:
-        """Write a checkpoint of about so many gigabytes and return its sizes."""
+        """Write a checkpoint of about this number of gigabytes and return its sizes."""
         config = self.config(gigabytes)
         tensors, noise = self.tensors(config), torch.randn(NOISE).mul_(0.02).to(torch.bfloat16)
         written = 0

@@ -34,16 +34,16 @@ def read_prompt(
     if whole or (cu_seqlens is not None and not cu_seqlens.diff().all()):
         return model(ids, state, cu_seqlens, last_only=True)
     if cu_seqlens is None:
-        return _read_rows(model, ids, state, max(CHUNK, piece // ids.shape[0] // CHUNK * CHUNK))
+        return read_rows(model, ids, state, max(CHUNK, piece // ids.shape[0] // CHUNK * CHUNK))
     outputs = []
     for row, own in enumerate(ids.split(cu_seqlens.diff().tolist(), 1)):
         before = None if state is None else state.select(torch.tensor([row], device=ids.device))
-        outputs.append(_read_rows(model, own, before, piece))
+        outputs.append(read_rows(model, own, before, piece))
     logits = torch.cat([x.logits for x in outputs], 1)
     return LMOutput(logits, ModelState.join([x.state for x in outputs]), None)
 
 
-def _read_rows(model: HybridLM, ids: Tensor, state: ModelState | None, most: int) -> LMOutput:
+def read_rows(model: HybridLM, ids: Tensor, state: ModelState | None, most: int) -> LMOutput:
     """Read rows of one length, `most` tokens of each at a time."""
     total, (first, *others) = ids.shape[1], ids.split(most, 1)
     if state is not None and others:

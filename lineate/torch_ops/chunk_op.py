@@ -133,17 +133,17 @@ def register(
             inputs = kind.of(dict(zip(kind.NAMES, saved, strict=True)))
             arrived = _arrived(states, gradients, ctx.results)
             if runs_as_op(gradients):
-                found = getattr(torch.ops.lineate, f"{name}_backward")(
+                results = getattr(torch.ops.lineate, f"{name}_backward")(
                     *arrived, states, *back.flatten(inputs, ctx.options)
                 )
-                grads = dict(zip(differentiable, found, strict=True))
+                found = dict(zip(differentiable, results, strict=True))
             else:
                 doutput, dfinal = in_memory(arrived)
                 room = empty_gradients(inputs.replace(state=dfinal))
                 run_backward(inputs, ctx.options, states, doutput, dfinal, room)
-                grads = room.named()
-            given = {**inputs.named(), "state": states}
-            return None, None, *[None if given[x] is None else grads[x] for x in differentiable]
+                found = room.named()
+            given = {*inputs.given(), "state"}
+            return None, None, *[found[x] if x in given else None for x in differentiable]
 
     def chunkwise(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
         way = way_of(inputs.tensors())

@@ -1,13 +1,16 @@
 """Decoder: the steps of model(ids, state=...) in place; on a CPU without the graph, on a GPU with it."""
 
 import copy
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from lineate.decoding import Decoder, in_place
+from lineate.decoding import Decoder, in_place, native, placed
+from lineate.decoding.native import NativeDecoding
+from lineate.decoding.rows import RowSteps
 from lineate.layers import Memory, MixtureOfExperts, TokenCache
 from lineate.models import (
     AttentionConfig,
@@ -208,6 +211,7 @@ def test_earlier_states_are_refused():
     """Only C keeps the state before the last call; a state after other calls is refused."""
     model = make("GGGA")
     decoder = Decoder(model, read(model, (5, 5)), room=4)
+    assert [n for n in range(-1, 2) if decoder.rewinds(n)] == [0]
     continue_with(decoder, draw(2, 3))
     earliest = 2 if decoder.computes_all else 3
     assert [n for n in range(6) if decoder.rewinds(n)] == list(range(earliest, 4))
@@ -221,6 +225,76 @@ def test_earlier_states_are_refused():
         with pytest.raises(ValueError, match=r"rows must be at least one of 0 .. 1, got"):
             decoder.keep(rows)
     assert decoder.rows == 2 and decoder.reads == 3
+    last = decoder.repeat(2)
+    decoder.refresh()
+    assert [n for n in range(6) if decoder.rewinds(n)] == [3]
+    assert torch.equal(decoder.repeat(2), last)  # it is not read twice
+    for rows in ([True], [1.0]):
+        with pytest.raises(ValueError, match=r"rows must be at least one of 0 .. 1, got"):
+            decoder.keep(rows)
+
+
+@pytest.mark.parametrize("rows", [2, 70])
+def test_steps_record_no_gradients(rows):
+    """70 rows are more than C reads."""
+    model, ids = make("GGGA"), draw(rows, 4)
+    decoder = Decoder(model, read(model, (5,) * rows), room=64)
+    logits = continue_with(decoder, ids)
+    with torch.inference_mode():
+        inside = decoder(ids[:, :1])
+    for x in (logits, inside, *tensors_of(decoder.state)):
+        assert not x.requires_grad and not x.is_inference()
+
+
+@pytest.mark.parametrize("rows", [2, 70])
+@torch.no_grad()
+def test_what_fails_changes_nothing(rows, monkeypatch):
+    """Memory may be short when the caches grow, or when some rows go on alone."""
+    model, ids = make("GGGA"), draw(rows, 80, seed=1)
+    state = read(model, (5,) * rows)
+    expected = continue_with(Decoder(model, state, room=500), ids)
+    decoder, failures = Decoder(model, state, room=2), []
+
+    def fail(*args):
+        failures.append(True)
+        raise torch.OutOfMemoryError("no memory")
+
+    logits = []
+    for t in range(80):
+        if t == 30:
+            with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+                patch.setattr(NativeDecoding, "kept", fail)
+                patch.setattr(placed, "copied", fail)
+                decoder.keep([1])
+        if t in (59, 60):  # the caches are full: one of these reads makes them grow
+            with monkeypatch.context() as patch:
+                patch.setattr(native, "caches_in_place", fail)
+                patch.setattr(placed, "RowTensors", fail)
+                with suppress(torch.OutOfMemoryError):
+                    logits.append(decoder(ids[:, t : t + 1]))
+                    continue
+        logits.append(decoder(ids[:, t : t + 1]))
+    assert len(failures) == 2 and decoder.rows == rows
+    torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_half_a_step_is_refused(monkeypatch):
+    """Where launches are made one by one, an interrupt may leave the memories of half a step."""
+    model, ids = make("GGGA"), draw(70, 1)
+    decoder = Decoder(model, read(model, (5,) * 70), room=64)
+    own_step = RowSteps.step
+
+    def step(*args):
+        own_step(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RowSteps, "step", step)
+        decoder(ids)
+    for call in (lambda: decoder(ids), lambda: decoder.state, lambda: decoder.row(0), lambda: decoder.keep([0])):
+        with pytest.raises(RuntimeError, match=r"a step of this decoder was interrupted.*; make a Decoder"):
+            call()
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

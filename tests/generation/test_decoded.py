@@ -1,12 +1,17 @@
 """generate through a Decoder: the tokens and states of model(ids, state=...) to the bit, also when interrupted."""
 
 import copy
+import linecache
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from lineate.decoding import decoder as decoder_module
+from lineate.decoding import native as native_module
 from lineate.generation import generate, generated
 from lineate.layers.configs import AttentionConfig, LinearConfig
 from lineate.models import HybridConfig, HybridLM, ModelState
@@ -124,6 +129,59 @@ def test_an_interrupted_call_is_repeated(where: str, model: HybridLM, monkeypatc
             break
         assert same(made.state, states[len(made.tokens[0]) - 1])
     assert interruptions > 3 and made.tokens == wanted.tokens
+
+
+def calls_of(events: list[str], stop_at: int) -> Callable[..., Any]:
+    """Return a function for sys.settrace that raises KeyboardInterrupt before the stop_at-th line with a call.
+
+    Python handles a signal at the end of a call, so at no line between two calls.
+    """
+    files = {module.__file__ for module in (generated, decoder_module, native_module)}
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line" and "(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+            events.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
+            if len(events) == stop_at:
+                raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+@pytest.mark.parametrize("part", range(3), ids=["first third", "second third", "last third"])
+def test_an_interrupt_at_any_call_loses_nothing(part: int, model: HybridLM) -> None:
+    """Rows of which some stop go on, with the same tokens and state, after an interrupt before any line with a call."""
+    given: dict[str, Any] = {
+        "ids": [[1], [7, 8, 9, 2, 3], [4, 5]], "max_new_tokens": 14, "temperature": 1.0, "seed": [3, 4, 5],
+        "stop": range(0, VOCAB, 9), "repetition_penalty": 1.3,
+    }  # fmt: skip
+
+    def run(stop_at: int) -> tuple[list[list[int]], ModelState | None, list[Tensor], list[str]]:
+        made, seen, events = generate(model, **given), [], list[str]()
+        while True:
+            sys.settrace(calls_of(events, stop_at))
+            try:
+                token = next(made, None)
+            except KeyboardInterrupt:
+                sys.settrace(None)
+                torch.set_grad_enabled(True)  # it may come before a `with` block has ended
+                if stop_at % 2:
+                    made.state  # noqa: B018, it completes the call
+                continue
+            finally:
+                sys.settrace(None)
+            if token is None:
+                return made.tokens, made.state, seen, events
+            seen.append(token)
+
+    tokens, state, seen, events = run(0)
+    assert len(events) > 300 and min(map(len, tokens)) < max(map(len, tokens))
+    for stop_at in range(1 + part, len(events) + 1, 3 * 4):
+        found = run(stop_at)
+        assert found[0] == tokens and same(found[1], state), found[3][stop_at - 1]
+        assert all(map(torch.equal, found[2], seen)) and len(found[2]) == len(seen), found[3][stop_at - 1]
 
 
 def test_what_is_set_on_the_model_is_called_for_every_token(model: HybridLM) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lineate.decoding.in_place import Graph
 from lineate.decoding.rows import can_be_recorded
 from lineate.generation import generate, generated
 from lineate.layers.configs import AttentionConfig, LinearConfig
@@ -54,23 +55,30 @@ def test_tokens_and_states_are_those_of_the_plain_loop(
     monkeypatch.setattr(generated, "MOST_GRAPHED_ROOM", 16)
     monkeypatch.setattr(generated, "FEWEST_GRAPHED", 8)
     given = {"max_new_tokens": 60, "temperature": 1.0, "stop": (), **CASES[case]}
+    own_call, graphs = generated.Decoder.__call__, []
+
+    def read(decoder: Any, ids: Tensor) -> Tensor:
+        graphs.append(decoder.captured)
+        return own_call(decoder, ids)
+
+    monkeypatch.setattr(generated.Decoder, "__call__", read)
     made = generate(model, **given)
-    states, graphs = [], 0
+    states = []
     for n, _ in enumerate(made):
-        graphs += made._decoder is not None and made._decoder.captured
         states += [made.state] if n in (0, 3, 20) else []
-    assert graphs > 5
+    assert sum(graphs) > 5 and all(graphs)
     monkeypatch.setattr(generated, "FEWEST_GRAPHED", 10**9)
+    graphs.clear()
     plain = generate(model, **given)
     wanted = []
     for n, _ in enumerate(plain):
-        assert plain._decoder is None
         wanted += [plain.state] if n in (0, 3, 20) else []
-    assert made.tokens == plain.tokens and close(made.state, plain.state)
+    assert not graphs and made.tokens == plain.tokens and close(made.state, plain.state)
     assert all(close(x, y) for x, y in zip(states, wanted, strict=True))
 
 
-def test_an_interrupted_call_is_completed(model: HybridLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["before the graph", "after the graph", "while choosing"])
+def test_an_interrupted_call_is_completed(where: str, model: HybridLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the state is read after an interruption or not, tokens and state fit, and no token is lost."""
     given = {"ids": [[1, 2, 3]], "max_new_tokens": 60, "temperature": 1.0, "stop": ()}
     wanted = generate(model, **given)
@@ -78,12 +86,24 @@ def test_an_interrupted_call_is_completed(model: HybridLM, monkeypatch: pytest.M
     made, calls = generate(model, **given), iter(range(10**6))
     own_choose = generated.choose_tokens
 
+    own_replay = Graph.replay
+
     def choose(*args: Any) -> Tensor:
-        if next(calls) % 5 == 2:
+        if where == "while choosing" and next(calls) % 5 == 2:
             raise KeyboardInterrupt
         return own_choose(*args)
 
+    def replay(graph: Graph) -> tuple[Tensor, ...]:
+        n = next(calls) if where != "while choosing" else 0
+        if where == "before the graph" and n % 5 == 2:
+            raise KeyboardInterrupt
+        results = own_replay(graph)
+        if where == "after the graph" and n % 5 == 2:
+            raise KeyboardInterrupt
+        return results
+
     monkeypatch.setattr(generated, "choose_tokens", choose)
+    monkeypatch.setattr(Graph, "replay", replay)
     seen, interruptions = [], 0
     while True:
         try:

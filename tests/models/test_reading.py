@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lineate.models import HybridConfig
 from lineate.models.config import AttentionConfig, FeedConfig, LatentConfig, LinearConfig
-from lineate.models.reading import _read_rows, read_prompt
+from lineate.models.reading import read_prompt, read_rows
 from lineate.models.state import ModelState
 from tests.support.small_models import EXPERTS, random_model
 
@@ -40,7 +40,7 @@ def test_pieces_equal_one_call(most: int, before: int) -> None:
     model, ids = random_model(CONFIG), draw(2, 64)
     state = model(draw(2, before, seed=1)).state if before else None
     kept = None if state is None else [x[name].clone() for x in state.layers for name in x.names]
-    expected, found = model(ids, state, last_only=True), _read_rows(model, ids, state, most)
+    expected, found = model(ids, state, last_only=True), read_rows(model, ids, state, most)
     torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
     close(found.state, expected.state)
     if state is not None and kept is not None:  # it is not changed

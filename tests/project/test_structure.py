@@ -231,7 +231,7 @@ def is_typed(node: ast.FunctionDef) -> bool:
 
 
 def untyped_launches() -> set[str]:
-    """Return the functions beside kernels that name no types; mypy demands none there (pyproject.toml)."""
+    """Return the functions next to kernels that name no types; mypy demands none there (pyproject.toml)."""
     return {
         f"{module}.{node.name}"
         for module in sources()
