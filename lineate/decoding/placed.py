@@ -145,7 +145,8 @@ class DecodingInPlace:
     @torch.no_grad()
     def _grow(self, room: int) -> None:
         """Allocate memory for this many more tokens, and prepare the step; if that fails, nothing has changed."""
-        capacity, caches = round_up(self._longest + room, 64), {}
+        capacity = round_up(self._longest + room, 64)
+        caches: dict[int, dict[str, Tensor]] = {}
         for n, own in self._caches.items():
             caches[n] = {}
             for name, old in own.items():  # zeros, since masked entries must be finite
