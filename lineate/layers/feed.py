@@ -377,6 +377,11 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _in_c(weight: Tensor, dtype: torch.dtype) -> experts_in_c.Weight | None:
     """Return the weights of experts as C multiplies rows of this dtype by them; None if it does not."""
     _, n, k = weight.shape
+    if isinstance(weight, QuantisedWeight) and not weight.format.has_codes:  # 16 bits, which rows of float32 meet
+        numbers = weight.codes
+        if weight.dtype is not dtype or dtype is not torch.float32 or not experts_in_c.serves(numbers.dtype):
+            return None
+        return experts_in_c.Weight(numbers, n, k) if numbers.is_contiguous() else None
     if isinstance(weight, QuantisedWeight):
         product, scales = weight.format.product, weight.scales
         if product is None or scales is None or weight.dtype is not dtype or not experts_in_c.serves(torch.uint8):

@@ -55,9 +55,9 @@ def test_one_call_has_the_bits_of_one_expert_after_the_other(name, dtype):
     assert torch.equal(layer.run_few(x, chosen), layer.run_sorted(x, chosen, layer.one_by_one))
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("form", ["bfloat16", "float16", "int8", "int4", "fp8"])
 @torch.no_grad()
-def test_one_call_with_weights_in_codes(form):
+def test_one_call_with_quantised_weights(form):
     layer = MixtureOfExperts(96, 9, 3, 32).eval()
     for name in ("experts_gate_up", "experts_down"):
         setattr(layer, name, nn.Parameter(quantize(getattr(layer, name), form), requires_grad=False))
@@ -81,6 +81,11 @@ def test_where_torch_runs_the_experts():
         assert layer.run_few(x.double(), chosen) is None
         layer.experts_down = nn.Parameter(layer.experts_down.mT.contiguous().mT)
         assert layer.run_few(x, chosen) is None, "the weights have gaps"
+    for name in ("route", "one_by_one"):
+        layer = build(EXPERTS["softmax"], torch.float32).requires_grad_(False)
+        assert layer.run_few(x, chosen) is not None
+        setattr(layer, name, getattr(layer, name))
+        assert layer.run_few(x, chosen) is None, f"somebody has set {name} on the layer"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
