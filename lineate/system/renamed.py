@@ -24,12 +24,13 @@ MOVED = {
     ("", "parallel.job"): "processes",
     ("generation", "parallel.job"): "link",
     ("generation", "decoding"): "graphed:decoder in_place capturing",
+    ("serving", "decoding"): "graphs:rows",
     ("layers", "layers.step"): "native_steps:native steps:launches bare:supported_modules unchanged",
     ("layers", "layers.costs"): "attention_costs:attention learning_costs:learning linear_costs:linear measuring",
     (
         "serving",
         "serving.engine",
-    ): "batch pool graphs warming requests reading continuation planning guessing answers lockstep",
+    ): "batch pool warming requests reading continuation planning guessing answers lockstep",
     ("serving", "serving.cache"): "radix blocks kept aging spill neighbours sealed identity peers",
     ("serving", "serving.drafting"): "predicting",
     (
