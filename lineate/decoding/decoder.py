@@ -182,7 +182,7 @@ class Decoder:
     def state_before(self, reads: int) -> ModelState:
         """Return the state after `reads` calls, see `rewinds`."""
         self._check_rewinds(reads)
-        return self._steps.state(reads) if isinstance(self._steps, NativeDecoding) else self._steps.state()
+        return self._steps.state(reads)
 
     def row(self, row: int, reads: int | None = None) -> ModelState:
         """Return a copy of the state of one row after `reads` calls, see `rewinds`; None: after all of them."""
@@ -190,7 +190,7 @@ class Decoder:
         self._check_rewinds(reads)
         if not self._is_row(row):
             raise ValueError(f"row must be one of 0 .. {self.rows - 1}, got {row!r}")
-        return self._steps.row(row, reads) if isinstance(self._steps, NativeDecoding) else self._steps.row(row)
+        return self._steps.row(row, reads)
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -117,6 +117,7 @@ class NativeDecoding:
 
     def row(self, row: int, reads: int) -> ModelState:
         """Return a copy of the state of one row, as `state` does."""
+        assert self.has(reads)
         more = reads - self._from
         n = int(self._start[row]) + more
         return copied(self._sides[more % 2], self._caches, n, n, slice(row, row + 1))

@@ -129,15 +129,16 @@ class DecodingInPlace:
         """Whether the next call replays a CUDA graph."""
         return self._steps.graphed
 
-    def state(self) -> ModelState:
-        """Return a copy of the state after the last read."""
+    def state(self, reads: int | None = None) -> ModelState:
+        """Return a copy of the state after the given number of reads: all of them, which None means too."""
+        assert reads is None or self.has(reads)
         self._settle()
         lengths = self._longest if self._even else self._lengths.clone()
         return copied(self._memories, self._caches, self._longest, lengths)
 
-    def row(self, row: int) -> ModelState:
-        """Return a copy of the state of one row after the last read."""
-        self._settle()
+    def row(self, row: int, reads: int) -> ModelState:
+        """Return a copy of the state of one row, as `state` does."""
+        assert self.has(reads)
         n = self._longest if self._even else int(self._lengths[row])
         return copied(self._memories, self._caches, n, n, slice(row, row + 1))
 

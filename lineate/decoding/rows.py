@@ -190,8 +190,7 @@ class RowSteps:
         running, t = len(ids), 1 + (1 << max(ids.shape[1] - 2, 0).bit_length())
         if longest + t > self._given.capacity:
             return None
-        rows, window = self._rounded(running), self._window(longest + t, t)
-        trail = self._recorded((rows, window, t), partial(self._record_trail, rows, window, t))
+        trail = self._prepare_trail(running, longest, t)
         if trail is None:
             return None
         trail.ids[:running, : ids.shape[1]] = ids
@@ -221,11 +220,14 @@ class RowSteps:
         numbers = sorted({min(1 << n, self._rows) for n in range(self._rows.bit_length() + 1)})
         counts = [1 << n for n in range(max(guesses - 1, 0).bit_length() + 1)] if guesses else []
         for rows in numbers:
-            window = self._window(1, 1)
-            self._recorded((rows, window), partial(self._record_step, rows, window))
+            self.prepare(rows, 0)
             for t in (n + 1 for n in counts if n + 1 <= self._given.capacity):
-                window = self._window(t, t)
-                self._recorded((rows, window, t), partial(self._record_trail, rows, window, t))
+                self._prepare_trail(rows, 0, t)
+
+    def _prepare_trail(self, running: int, longest: int, t: int) -> Trail | None:
+        """Return the trail of t tokens, recorded if need be, as prepare does."""
+        rows, window = self._rounded(running), self._window(longest + t, t)
+        return self._recorded((rows, window, t), partial(self._record_trail, rows, window, t))
 
     def _rounded(self, running: int) -> int:
         """Return the number of rows of a graph into which the running ones fit."""
