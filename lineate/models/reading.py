@@ -45,18 +45,19 @@ def read_prompt(
 
 def read_rows(model: HybridLM, ids: Tensor, state: ModelState | None, most: int) -> LMOutput:
     """Read rows of one length, `most` tokens of each at a time."""
-    total, (first, *others) = ids.shape[1], ids.split(most, 1)
+    first, *others = ids.split(most, 1)
+    seen = 0 if state is None else int(torch.as_tensor(state.lengths).max())
     if state is not None and others:
-        state = _with_room(state, total)
+        state = reserve(state, seen + ids.shape[1])
     out: LMOutput = model(first, state, last_only=True)
-    read = out.state if state is not None or not others else _with_room(out.state, total - first.shape[1])
+    read = reserve(out.state, ids.shape[1]) if state is None and others else out.state
     for part in others:
         out = model(part, read, last_only=True)
         read = out.state
     return out
 
 
-def _with_room(state: ModelState, tokens: int) -> ModelState:
-    """Return the state with caches that have room for more tokens, so that reading on copies nothing."""
-    layers = tuple(x.reserve(x.n + tokens) if isinstance(x, TokenCache) else x for x in state.layers)
+def reserve(state: ModelState, tokens: int) -> ModelState:
+    """Return the state with caches that have room for `tokens` tokens in all, so that reading on copies nothing."""
+    layers = tuple(x.reserve(tokens) if isinstance(x, TokenCache) else x for x in state.layers)
     return ModelState(layers, state.lengths)

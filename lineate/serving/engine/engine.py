@@ -19,6 +19,7 @@ import torch
 
 from lineate.layers.formats import StateFormat
 from lineate.models import HybridLM
+from lineate.models.reading import CHUNK
 from lineate.ops.rounding import NEAREST
 from lineate.serving.cache.cache import StateCache
 from lineate.serving.drafting import Drafter
@@ -28,9 +29,6 @@ from lineate.serving.engine.planning import Need, Plan
 from lineate.serving.engine.pool import Pool
 from lineate.serving.engine.reading import Reading
 from lineate.serving.engine.requests import EngineStopped, Handle, Listener, QueueFull, Request, TooLong
-
-CHUNK = 64
-"""The tokens that the kernels read at a time; pieces of prompts are multiples of it."""
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lineate.layers import TokenCache
 from lineate.models import HybridLM, ModelState
+from lineate.models.reading import reserve
 from lineate.serving.cache.cache import Found, StateCache
 from lineate.serving.engine.requests import Failed
 
@@ -172,9 +172,3 @@ def _read(
     if tokens.is_cuda:
         torch.cuda.synchronize(tokens.device)
     return hidden, new, clock() - begun
-
-
-def reserve(state: ModelState, tokens: int) -> ModelState:
-    """Return the state with caches that have room for `total` tokens, so that reading on copies nothing."""
-    layers = tuple(x.reserve(tokens) if isinstance(x, TokenCache) else x for x in state.layers)
-    return ModelState(layers, state.lengths)
