@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.models.quantised_gpu import random_weight
+from bench.models.quantised_gpu import median_ms, random_weight
 from bench.timing import show
 from lineate.layers import MixtureOfExperts
 from lineate.layers.gpu import coded, overlapping
@@ -90,16 +90,7 @@ def microseconds(calls: list[Call], rounds: int, graph: bool) -> float:
         run, many = replayed(calls), len(calls)
     else:
         run, many = calls[0], 1
-    times = []
-    for n in range(rounds + 2):
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        run()
-        last.record()
-        last.synchronize()
-        if n >= 2:
-            times.append(1e3 * first.elapsed_time(last) / many)
-    return statistics.median(times)
+    return 1e3 * median_ms(run, rounds, "cuda", 2) / many
 
 
 def tokens_of(layer: MixtureOfExperts, rows: int) -> list[Tensor]:
@@ -303,7 +294,7 @@ def tune(shape: str, rows: int, rounds: int) -> list[dict[str, Any]]:
         for one in tiles:
             try:
                 us = microseconds([x.product(first, one) for x in stages], rounds, True)
-            except Exception as error:
+            except Exception as error:  # it does not compile, or needs more memory than the device has
                 print("failed", one, type(error).__name__, str(error)[:100], flush=True)
                 continue
             own.append({"shape": shape, "rows": rows, "product": "enter" if first else "leave", "us": us, **one})
@@ -349,7 +340,7 @@ def tune_codes(shape: str, form: str, rows: int, rounds: int) -> list[dict[str, 
         for one, calls in zip(shapes, sets, strict=True):
             try:
                 us = microseconds(calls, rounds, True)
-            except Exception as error:
+            except Exception as error:  # it does not compile, or needs more memory than the device has
                 print("failed", one, type(error).__name__, str(error)[:100], flush=True)
                 continue
             head = {"shape": shape, "form": form, "rows": rows, "product": "enter" if first else "leave"}

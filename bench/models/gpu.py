@@ -10,7 +10,6 @@ import argparse
 import importlib.metadata
 import inspect
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -20,20 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-
-def median_ms(call: Callable[[], Any], rounds: int) -> float:
-    """Return the median over the rounds, after two warm-up calls."""
-    times = []
-    for n in range(rounds + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        if n >= 2:
-            times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 def step_of(advance: Callable[[Any], tuple[Tensor, Any]], past: Any) -> Callable[[], Tensor]:
@@ -50,6 +35,7 @@ def step_of(advance: Callable[[Any], tuple[Tensor, Any]], past: Any) -> Callable
 @torch.inference_mode()
 def measure(name: str, tokens: int, batches: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
     from bench.models.cpu import MODELS, VOCAB, load_both
+    from bench.models.quantised_gpu import median_ms
     from lineate.decoding import Decoder
 
     theirs, ours = load_both(MODELS[name], dense=False, dtype=torch.bfloat16)
@@ -79,17 +65,17 @@ def measure(name: str, tokens: int, batches: tuple[int, ...], rounds: int) -> li
             before = torch.cuda.memory_allocated()
             logits[who], past = prefill(ids)
             if t == tokens:
-                row[who] = median_ms(partial(prefill, ids), rounds)
+                row[who] = median_ms(partial(prefill, ids), rounds, "cuda", 2)
             else:
                 token = ids[:, -1:]
                 logits[who], past = advance(token, past)
-                row[who] = median_ms(step_of(partial(advance, token), past), 4 * rounds)
+                row[who] = median_ms(step_of(partial(advance, token), past), 4 * rounds, "cuda", 2)
             row[f"{who}_extra_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
             del past
         if t != tokens:
             decoder = Decoder(ours, ours(ids, last_only=True).state, room=1024)
             logits["graph"] = decoder(ids[:, -1:])
-            row["graph"] = median_ms(partial(decoder, ids[:, -1:]), 4 * rounds)
+            row["graph"] = median_ms(partial(decoder, ids[:, -1:]), 4 * rounds, "cuda", 2)
             row["graph_faster"] = row["transformers"] / row["graph"]
             row["graph_difference"] = (logits["graph"].float() - logits["lineate"].float()).abs().max().item()
             del decoder
