@@ -52,7 +52,7 @@ class Endpoint(Paths):
     answer: Answer
     """Answers a request."""
     about: str
-    """What it answers with: its line of the table in docs/serving.md."""
+    """The content of its answers: its line of the table in docs/serving.md."""
     front: gathered.FrontAnswer | None = None
     """Answers in the front, for all replicas; None: the front passes requests on to one replica."""
 

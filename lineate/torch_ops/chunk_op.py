@@ -157,7 +157,7 @@ def register(
         if way is Way.DIFFERENTIATED:
             tensors = inputs.named()
             output, final = Direct.apply(inputs, options, *[tensors[x] for x in differentiable])
-        else:  # the call as it is one value, without the op
+        else:  # without the op
             output, final, _ = run_values(inputs, options, False)
         return output, final
 

@@ -23,7 +23,7 @@ from lineate.kernels.layers.grouping import Groups
 from lineate.kernels.layers.rows import sigmoid
 
 GATED = {"swiglu": 1, "relu2": 2}
-"""What multiply_blocks does with a product: 0 is nothing."""
+"""The function that multiply_blocks applies to a product; 0: none."""
 
 
 @triton.jit(do_not_specialize=["begin"])
