@@ -188,7 +188,8 @@ def cases(args: argparse.Namespace) -> list[tuple[str, int, int, int, bool]]:
 def tune_latent(rounds: int) -> None:
     """Time the tiles of the kernel of decoding."""
     from lineate.kernels.launching import compile_only
-    from lineate.kernels.layers.latent import Tiles, latent_attention, parts_of
+    from lineate.kernels.layers import parts
+    from lineate.kernels.layers.latent import Tiles, latent_attention
 
     shapes = [
         (32, 32, 4, 2), (32, 32, 4, 3), (32, 32, 4, 4), (32, 32, 8, 3), (32, 16, 4, 4), (32, 64, 4, 2), (32, 64, 8, 2),
@@ -210,16 +211,16 @@ def tune_latent(rounds: int) -> None:
     compile_only(partial(run_each, lambda which: run(problems[0], which, None), tiles))
     for problem in problems:
         times: dict[Any, float] = {}
-        usual = parts_of(torch.device(DEVICE, 0), problem[0], 32 * problem[2], Tiles(32, 32, 4, 3))
-        for which, parts in product(tiles, (usual // 2, usual, 2 * usual)):
-            calls = [partial(run, problem, which, parts, i) for i in range(len(made[problem][2]))]
+        usual = parts.parts_of(torch.device(DEVICE, 0), problem[0] * problem[2], 2)  # two programs of 32 queries
+        for which, count in product(tiles, (usual // 2, usual, 2 * usual)):
+            calls = [partial(run, problem, which, count, i) for i in range(len(made[problem][2]))]
             try:
-                times[which, parts] = graph_us(calls, rounds)
+                times[which, count] = graph_us(calls, rounds)
             except Exception as error:  # too much shared memory
                 print(f"{which}: {str(error)[:80]}", flush=True)
         print(f"latent rows, n, t {problem}: bound {bound_us('kimi', problem[0], problem[1], problem[2]):.1f} us")
-        for which, parts in sorted(times, key=lambda x: times[x])[:20]:
-            print(f"  {times[which, parts]:8.1f} us  parts {parts}  {which}", flush=True)
+        for which, count in sorted(times, key=lambda x: times[x])[:20]:
+            print(f"  {times[which, count]:8.1f} us  parts {count}  {which}", flush=True)
 
 
 def run_each(run: Callable[[Any], Tensor], tiles: Sequence[Any]) -> None:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.paths import ONE_EACH, PATHS, Path
+from tests.support.paths import GPU_ONLY, ONE_EACH, PATHS, Path
 
 pytest.importorskip("triton")
 cached = importlib.import_module("lineate.kernels.layers.cached")
+parts = importlib.import_module("lineate.kernels.layers.parts")
 pytestmark = pytest.mark.usefixtures("guarded_memory")
 
 
@@ -48,7 +49,7 @@ CASES = {
     "rows of all lengths": ([1, 64, 65, 130, 7], 1, 4, 1, 32),
     "guesses": ([3, 40, 70], 3, 4, 2, 16),
     "an odd head": ([5, 33], 2, 3, 3, 20),
-    "more keys than parts": ([cached.PARTS * 64 + 70, 9], 1, 2, 1, 16),
+    "more keys than parts": ([parts.MOST_PARTS * 64 + 70, 9], 1, 2, 1, 16),
 }
 
 
@@ -90,3 +91,20 @@ def test_lengths_beyond_the_cache_read_nothing_outside(path):
     q, k, v = draw(path, [30, 12], 1, 4, 2, 16, room=0)
     found = run(q, k, v, [30, 9999], 0.25)
     assert torch.equal(found[:1], run(q, k, v, [30, 12], 0.25)[:1])
+
+
+def test_parts_fill_the_device():
+    found = [parts.parts_of(torch.device("cpu"), programs, 2) for programs in (1, 2, 4, 16, 64, 1000)]
+    assert found == [128, 128, 64, 16, 4, parts.FEWEST_PARTS]
+
+
+@pytest.mark.parametrize("path", GPU_ONLY)
+@pytest.mark.parametrize("t", [1, 3])
+def test_the_sizes_of_qwen(t, path):
+    lengths = [20000, 4000, 70, t]
+    q, k, v = draw(path, lengths, t, 16, 2, 256)
+    found, expected = run(q, k, v, lengths, 0.0625).double().cpu(), plain(q, k, v, lengths, 0.0625)
+    assert float((found - expected).norm() / expected.norm()) < 8e-3
+    one = slice(0, 1)
+    alone = run(q[one], k[one], v[one], lengths[:1], 0.0625).double().cpu()
+    assert float((alone - expected[one]).norm() / expected[one].norm()) < 8e-3

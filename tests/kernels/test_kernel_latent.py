@@ -82,15 +82,6 @@ def test_lengths_beyond_the_cache_read_nothing_outside(path):
     assert torch.equal(found[:1], run(q, cache, 16, [30, 12])[:1])
 
 
-def test_parts_fill_the_device():
-    def parts(rows: int, queries: int) -> int:
-        tiles = latent.tiles_of(torch.device("cpu"), torch.bfloat16, queries, 576)
-        return latent.parts_of(torch.device("cpu"), rows, queries, tiles)
-
-    assert [parts(rows, 32) for rows in (1, 2, 8, 64, 1000)] == [128, 128, 32, 4, latent.FEWEST_PARTS]
-    assert parts(8, 160) == 4
-
-
 def test_tiles_fit_the_shared_memory(monkeypatch):
     for room in (232448, 166912, 101376, 65536):
         monkeypatch.setattr(latent, "shared_memory", lambda device, room=room: room)

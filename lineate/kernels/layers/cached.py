@@ -2,11 +2,11 @@
 
     o = sum_j e^{s_j} v_j / sum_j e^{s_j},    s_j = scale q . k_j,    j up to the query's own token
 
-A row's keys are cut into at most PARTS parts, whole tiles of them, and one program reads one part for all queries that
-share the keys. A second launch joins the parts, each with its highest score. How a row is cut depends on its length
-alone, so its bits do not depend on the other rows; and a launch does not depend on the lengths, so that one CUDA graph
-serves all of them.
+A row's keys are cut into parts of whole tiles (parts.py), and one program reads one part for all queries that share the
+keys.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,45 +16,48 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lineate.kernels.launching import next_power, overlap_options, start
 from lineate.kernels.layers.ops import KERNEL_DTYPES, strides_of
-from lineate.kernels.layers.rows import sigmoid
+from lineate.kernels.layers.parts import join, part_size, parts_of
 
-PARTS = 32
-"""The most parts that the keys of a row are cut into."""
 WIDEST_HEAD = 256
 MOST_QUERIES = 64
 """The most queries that share a head of keys: new tokens times heads."""
+TOGETHER = 2
+"""Programs of a multiprocessor."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
-def _part_size(length, BN: tl.constexpr, PARTS: tl.constexpr):
-    """Return how many keys a part has: whole tiles."""
-    return tl.cdiv(tl.cdiv(length, BN), PARTS) * BN
+class Tiles(NamedTuple):
+    """The tiles of a launch: keys of a tile, warps of a program, stages of the pipeline that loads keys and values."""
+
+    keys: int
+    warps: int
+    stages: int
 
 
 @triton.jit(
     do_not_specialize=[
-        *("t", "capacity", "q_row", "q_token", "q_head", "k_row", "k_token", "k_head", "v_row", "v_token", "v_head")
+        *("t", "capacity", "parts", "q_row", "q_token", "q_head", "k_row", "k_token", "k_head"),
+        *("v_row", "v_token", "v_head"),
     ]
 )
 def read_parts(
-    q, k, v, lengths, sums, peaks, totals, scale, t, capacity,
+    q, k, v, lengths, sums, peaks, totals, scale, t, capacity, parts,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     KV: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Read one part of the keys of one row and head: sums `row kv part t*GROUP SIZE`, peaks and totals without SIZE.
+    """Read one part of the keys of one row and head: sums `row kv parts t*GROUP SIZE`, peaks and totals without SIZE.
 
     Strides are in units of UNIT elements. A row's length counts its t new tokens; those after it are not read.
     """
-    part = tl.program_id(0) % PARTS
-    head = (tl.program_id(0) // PARTS % KV).to(tl.int64)
-    row = (tl.program_id(0) // PARTS // KV).to(tl.int64)
+    part = tl.program_id(0) % parts
+    head = (tl.program_id(0) // parts % KV).to(tl.int64)
+    row = (tl.program_id(0) // parts // KV).to(tl.int64)
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     length = tl.minimum(tl.load(lengths + row), capacity).to(tl.int32)
-    size = _part_size(length, BN, PARTS)
+    size = part_size(length, parts, BN)
     begin = part * size
     end = tl.minimum(begin + size, length)
     if begin >= end:
@@ -70,7 +73,7 @@ def read_parts(
     peak = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BD], tl.float32)
-    for first in tl.range(begin, end, BN, num_stages=2):
+    for first in tl.range(begin, end, BN, num_stages=STAGES):
         j = first + tl.arange(0, BN)
         mask = (j < end)[:, None] & (d < SIZE)[None, :]
         keys = tl.load(
@@ -88,43 +91,16 @@ def read_parts(
         )
         acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
         peak = higher
-    at = ((row * KV + head) * PARTS + part) * (t * GROUP) + m
+    at = ((row * KV + head) * parts + part) * (t * GROUP) + m
     tl.store(peaks + at, peak, mask=m < t * GROUP)
     tl.store(totals + at, total, mask=m < t * GROUP)
     tl.store(sums + at[:, None] * SIZE + d[None, :], acc, mask=there)
 
 
-@triton.jit(do_not_specialize=["t", "capacity", "gate_row", "gate_token"])
-def join_parts(
-    sums, peaks, totals, lengths, gate, output, t, capacity, gate_row, gate_token,
-    KV: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Join the parts of one query into output `row t KV*GROUP SIZE`, times the sigmoid of the gate if there is one."""
-    query = tl.program_id(0) % (t * GROUP)
-    head = (tl.program_id(0) // (t * GROUP) % KV).to(tl.int64)
-    row = (tl.program_id(0) // (t * GROUP) // KV).to(tl.int64)
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
-    length = tl.minimum(tl.load(lengths + row), capacity).to(tl.int32)
-    part = tl.arange(0, PARTS)
-    read = part * _part_size(length, BN, PARTS) < length
-    d = tl.arange(0, BD)
-    at = ((row * KV + head) * PARTS + part) * (t * GROUP) + query
-    peak = tl.load(peaks + at, mask=read, other=float("-inf"))
-    total = tl.load(totals + at, mask=read, other=0.0)
-    highest = tl.max(peak, 0)
-    weight = tl.exp2(peak - tl.where(highest == float("-inf"), 0.0, highest))
-    own = tl.load(sums + at[:, None] * SIZE + d[None, :], mask=read[:, None] & (d < SIZE)[None, :], other=0.0)
-    y = tl.sum(own * weight[:, None], 0) / tl.sum(total * weight, 0)
-    token = query // GROUP
-    own_head = head * GROUP + query % GROUP
-    if gate is not None:
-        gate += row * gate_row + token * gate_token + own_head * SIZE
-        y *= sigmoid(tl.load(gate + d, mask=d < SIZE, other=0.0).to(tl.float32))
-    to = ((row * t + token) * (KV * GROUP) + own_head) * SIZE + d
-    tl.store(output + to, y, mask=d < SIZE)
+def tiles_of(dtype: torch.dtype, queries: int, width: int) -> Tiles:
+    """Return the tiles for this many queries of a head of keys of this many channels, padded ones included."""
+    wide = dtype == torch.float32 and width > 64
+    return Tiles(32 if wide else 64, 4 if queries <= 32 else 8, 2)
 
 
 def serves_cached(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -137,7 +113,8 @@ def serves_cached(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def cached_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, gate: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, gate: Tensor | None = None,
+    tiles: Tiles | None = None, parts: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the attention `rows t heads d` of q, the last t tokens of each row, without gradients.
 
@@ -148,31 +125,26 @@ def cached_attention(
         lengths: The number of entries of each row, including those of q, int64 `rows`.
         scale: Multiplies the scores.
         gate: `rows t heads*d`, whose sigmoid multiplies the result; None: there is none.
+        tiles: The tiles; None: those for this device.
+        parts: The most parts of a row, a power of two; None: as many as suit this device.
     """
     rows, t, heads, size = q.shape
     kv = k.shape[2]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     strides = [s for x in (q, k, v) for s in strides_of(x, 3)]
     unit = 8 if all(s % 8 == 0 for s in (size, *strides)) else 1
-    queries = heads // kv * t
-    sums = torch.empty(rows, kv, PARTS, queries, size, dtype=torch.float32, device=q.device)
-    peaks, totals = torch.empty(2, rows, kv, PARTS, queries, dtype=torch.float32, device=q.device)
+    queries, width = heads // kv * t, max(16, next_power(size))
+    tiles = tiles_of(q.dtype, queries, width) if tiles is None else tiles
+    parts = parts_of(q.device, rows * kv, TOGETHER) if parts is None else parts
+    sums = torch.empty(rows, kv, parts, queries, size, dtype=torch.float32, device=q.device)
+    peaks, totals = torch.empty(2, rows, kv, parts, queries, dtype=torch.float32, device=q.device)
     output = torch.empty(rows, t, heads, size, dtype=q.dtype, device=q.device)
-    wide = q.dtype == torch.float32
-    width = max(16, next_power(size))
-    shared = {
-        "KV": kv, "GROUP": heads // kv, "SIZE": size, "BN": 32 if wide and width > 64 else 64, "BD": width,
-        "PARTS": PARTS,
-    }  # fmt: skip
-    launch = overlap_options(q.device)
-    gate_strides = (0, 0) if gate is None else strides_of(gate, 2)
     with torch.cuda.device_of(q):
-        start(read_parts, (rows * kv * PARTS,))(
-            q, k, v, lengths, sums, peaks, totals, scale, t, k.shape[1], *(s // unit for s in strides),
-            **shared, BM=max(16, next_power(queries)), PRECISION="ieee" if wide else None, UNIT=unit,
-            num_warps=4 if queries <= 32 else 8, **launch,
+        start(read_parts, (rows * kv * parts,))(
+            q, k, v, lengths, sums, peaks, totals, scale, t, k.shape[1], parts, *(s // unit for s in strides),
+            KV=kv, GROUP=heads // kv, SIZE=size, BM=max(16, next_power(queries)), BN=tiles.keys, BD=width,
+            STAGES=tiles.stages, PRECISION="ieee" if q.dtype == torch.float32 else None, UNIT=unit,
+            num_warps=tiles.warps, **overlap_options(q.device),
         )  # fmt: skip
-        start(join_parts, (rows * kv * queries,))(
-            sums, peaks, totals, lengths, gate, output, t, k.shape[1], *gate_strides, **shared, num_warps=4, **launch
-        )
+        join(sums, peaks, totals, lengths, output, k.shape[1], tiles.keys, gate)
     return output

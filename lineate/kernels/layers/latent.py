@@ -6,9 +6,7 @@ All heads share the entry (c_j, p_j) of a token: c_j is its latent vector, p_j i
 multiplied by the half of the up-projection that makes keys, r its part for the shared channels. A tile of entries is
 loaded once and serves all queries of a program, both for the scores and for the sums.
 
-A row's entries are cut into parts of whole tiles, and one program reads one part. A second launch joins the parts, each
-with its highest score. The number of parts depends on the numbers of rows and queries, but neither launch depends on
-the lengths, so that one CUDA graph serves all of them; a program whose part begins after the row's end returns at once.
+A row's entries are cut into parts of whole tiles (parts.py), and one program reads one part for one tile of queries.
 """
 
 from typing import NamedTuple
@@ -19,24 +17,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lineate.kernels.launching import (
-    ceil_div,
-    multiprocessors,
-    next_power,
-    overlap_options,
-    shared_memory,
-    start,
-)  # fmt: skip
+from lineate.kernels.launching import ceil_div, next_power, overlap_options, shared_memory, start
 from lineate.kernels.layers.ops import KERNEL_DTYPES, strides_of
+from lineate.kernels.layers.parts import join, part_size, parts_of
 
-MOST_PARTS = 128
-"""The most parts that the entries of a row are cut into."""
-FEWEST_PARTS = 4
 MOST_TOKENS = 48
 """The most new tokens of a row; more are faster with keys and values of each head (pieces.py)."""
 WIDEST_RANK, WIDEST_SHARED = 512, 128
-JOINED = 4096
-"""How many sums a program joins: channels of a query times parts; at least 128 channels."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -54,12 +41,6 @@ class Tiles(NamedTuple):
     entries: int
     warps: int
     stages: int
-
-
-@triton.jit
-def _part_size(length, parts, BN: tl.constexpr):
-    """Return how many entries a part has: whole tiles."""
-    return tl.cdiv(tl.cdiv(length, BN), parts) * BN
 
 
 @triton.jit
@@ -94,7 +75,7 @@ def read_latent_parts(
         gdc_launch_dependents()
         gdc_wait()
     length = tl.minimum(tl.load(lengths + row), capacity).to(tl.int32)
-    size = _part_size(length, parts, BN)
+    size = part_size(length, parts, BN)
     begin = part * size
     end = tl.minimum(begin + size, length)
     if begin >= end:
@@ -138,33 +119,6 @@ def read_latent_parts(
     tl.store(sums + at[:, None] * RANK + d[None, :], acc, mask=there[:, None] & (d < RANK)[None, :])
 
 
-@triton.jit(do_not_specialize=["queries", "capacity"])
-def join_latent_parts(
-    sums, peaks, totals, lengths, output, queries, capacity,
-    RANK: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Join the parts of BD channels of one query into output `row t*HEADS RANK`."""
-    blocks = tl.cdiv(RANK, BD)
-    block = tl.program_id(0) % blocks
-    query = tl.program_id(0) // blocks % queries
-    row = (tl.program_id(0) // blocks // queries).to(tl.int64)
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
-    length = tl.minimum(tl.load(lengths + row), capacity).to(tl.int32)
-    part = tl.arange(0, PARTS)
-    read = part * _part_size(length, PARTS, BN) < length
-    d = block * BD + tl.arange(0, BD)
-    at = (row * PARTS + part) * queries + query
-    peak = tl.load(peaks + at, mask=read, other=float("-inf"))
-    total = tl.load(totals + at, mask=read, other=0.0)
-    highest = tl.max(peak, 0)
-    weight = tl.exp2(peak - tl.where(highest == float("-inf"), 0.0, highest))
-    own = tl.load(sums + at[:, None] * RANK + d[None, :], mask=read[:, None] & (d < RANK)[None, :], other=0.0)
-    y = tl.sum(own * weight[:, None], 0) / tl.sum(total * weight, 0)
-    tl.store(output + (row * queries + query) * RANK + d, y, mask=d < RANK)
-
-
 def tiles_of(device: torch.device, dtype: torch.dtype, queries: int, width: int) -> Tiles:
     """Return the tiles for this device, which has room for them.
 
@@ -184,14 +138,6 @@ def tiles_of(device: torch.device, dtype: torch.dtype, queries: int, width: int)
         if needed <= shared_memory(device):
             return tiles._replace(queries=queries)
     return Tiles(16, 16, 4, 1)
-
-
-def parts_of(device: torch.device, rows: int, queries: int, tiles: Tiles) -> int:
-    """Return how many parts rows with this many queries are cut into: enough programs for the device."""
-    together = 2 if tiles.warps == 4 else 1  # programs of a multiprocessor
-    programs = rows * ceil_div(queries, tiles.queries)
-    wanted = next_power(ceil_div(multiprocessors(device) * together, programs) + 1) // 2
-    return min(MOST_PARTS, max(FEWEST_PARTS, wanted))
 
 
 def serves_latent(q: Tensor, r: Tensor, cache: Tensor) -> bool:
@@ -225,22 +171,18 @@ def latent_attention(
     wide, narrow = max(16, next_power(rank)), max(16, next_power(shared)) if shared else 16
     tiles = tiles_of(q.device, q.dtype, queries, wide + narrow) if tiles is None else tiles
     programs = ceil_div(queries, tiles.queries)
-    parts = parts_of(q.device, rows, queries, tiles) if parts is None else parts
-    sums = torch.empty(rows, parts, queries, rank, dtype=torch.float32, device=q.device)
-    peaks, totals = torch.empty(2, rows, parts, queries, dtype=torch.float32, device=q.device)
+    together = 2 if tiles.warps == 4 else 1  # programs of a multiprocessor
+    parts = parts_of(q.device, rows * programs, together) if parts is None else parts
+    sums = torch.empty(rows, 1, parts, queries, rank, dtype=torch.float32, device=q.device)
+    peaks, totals = torch.empty(2, rows, 1, parts, queries, dtype=torch.float32, device=q.device)
     output = torch.empty(rows, t, heads, rank, dtype=q.dtype, device=q.device)
-    joined = min(max(JOINED // parts, 128), wide)
-    launch = overlap_options(q.device)
     with torch.cuda.device_of(q):
         start(read_latent_parts, (rows * parts * programs,))(
             q, r, cache, lengths, sums, peaks, totals, scale, t, cache.shape[1], parts,
             *(s // unit for s in strides),
             HEADS=heads, RANK=rank, SHARED=shared, BQ=tiles.queries, BN=tiles.entries, BR=wide, BS=narrow,
             PRECISION="ieee" if q.dtype == torch.float32 else None, UNIT=unit,
-            num_warps=tiles.warps, num_stages=tiles.stages, **launch,
+            num_warps=tiles.warps, num_stages=tiles.stages, **overlap_options(q.device),
         )  # fmt: skip
-        start(join_latent_parts, (rows * queries * ceil_div(rank, joined),))(
-            sums, peaks, totals, lengths, output, queries, cache.shape[1],
-            RANK=rank, BN=tiles.entries, BD=joined, PARTS=parts, num_warps=4, **launch,
-        )  # fmt: skip
+        join(sums, peaks, totals, lengths, output, cache.shape[1], tiles.entries)
     return output
