@@ -44,9 +44,11 @@ def _few_rows(x: Tensor, module: nn.Linear) -> Tensor | None:
     rows, weight = x.reshape(-1, x.shape[-1]), uncoded(module.weight)
     if module.bias is not None or needs_grad(x, weight) or torch.is_autocast_enabled("cuda"):
         return None
-    if not products.serves_few(rows, weight):
-        return None
-    return products.product_few(rows, weight).view(*x.shape[:-1], -1)
+    if products.serves_one(rows, weight):
+        return products.product_one(rows, weight).view(*x.shape[:-1], -1)
+    if products.serves_few(rows, weight):
+        return products.product_few(rows, weight).view(*x.shape[:-1], -1)
+    return None
 
 
 def is_bare(module: nn.Module) -> bool:

@@ -96,6 +96,7 @@ def test_lengths_beyond_the_cache_read_nothing_outside(path):
 def test_parts_fill_the_device():
     found = [parts.parts_of(torch.device("cpu"), programs, 2) for programs in (1, 2, 4, 16, 64, 1000)]
     assert found == [128, 128, 64, 16, 4, parts.FEWEST_PARTS]
+    assert [parts.parts_of(torch.device("cpu"), programs) for programs in (1, 2, 128)] == [128, 64, 2]
 
 
 @pytest.mark.parametrize("path", GPU_ONLY)

@@ -185,7 +185,7 @@ def products(tokens: Tensor, chosen: Tensor, made: Experts, tiles: Tiles | None 
     count = _tensors(made.gate_up)[0].shape[0]
     n = made.down.columns if isinstance(made.down, Codes) else made.down.shape[2]
     if tiles is None:
-        tiles = tiles_of(tokens, count, n, width)
+        tiles = tiles_of(tokens, count, n, width, made.kind == "swiglu")
     groups = (
         Groups(chosen.view(-1), None, 1)
         if rows <= ALONE
@@ -260,18 +260,21 @@ def tile(BM: int, BN: int, BK: int, warps: int, stages: int, swap: bool = False)
     return {"BM": BM, "BN": BN, "BK": BK, "SWAP": swap, "num_warps": warps, "num_stages": stages}
 
 
-def tiles_of(tokens: Tensor, count: int, n: int, width: int) -> Tiles:
+def tiles_of(tokens: Tensor, count: int, n: int, width: int, gated: bool) -> Tiles:
     """Return the configurations for tokens `rows k`, each with `width` of `count` experts of n channels.
 
-    Up to FEW rows they are the same. us on an H200 of the two products, Qwen3.5-35B-A3B (k 2048, n 512, 256 experts):
+    Up to FEW rows they give the same bits. us on an H200 of the two products, Qwen3.5-35B-A3B (k 2048, n 512, 256
+    experts), and of the first one for one row of Kimi-Linear-48B (k 2304, n 1024):
 
-                     BM 64 (8 warps)    BM 128
-        4096 rows    406, 254           373, 223
+                     BM 64 (8 warps)    BM 128                    BN 32    BN 8
+        4096 rows    406, 254           373, 223      1 row       25.4     22.8
     """
     rows, k = tokens.shape
     mean = rows * width // count  # pairs of an expert
     if tokens.dtype is torch.float32:
         found = Tiles(tile(16, 16, 32, 4, 3), tile(16, 32, 32, 4, 3))
+    elif rows <= ALONE and gated:
+        found = Tiles(tile(16, 8, 128, 2, 4, swap=True), tile(16, 64, 128, 4, 3, swap=True))
     elif rows <= FEW:
         found = Tiles(tile(16, 32, 128, 4, 3, swap=True), tile(16, 64, 128, 4, 3, swap=True))
     elif mean <= 16:
@@ -280,7 +283,7 @@ def tiles_of(tokens: Tensor, count: int, n: int, width: int) -> Tiles:
         found = Tiles(tile(64, 128, 64, 8, 4), tile(64, 128, 64, 8, 4))
     else:
         found = Tiles(tile(128, 128, 64, 8, 3), tile(128, 128, 64, 8, 3))
-    enter, leave = _narrowed(found.enter, n), _narrowed(found.leave, k)
+    enter, leave = _narrowed(found.enter, n, 8 if gated else 16), _narrowed(found.leave, k, 16)
     if not is_hopper(tokens.device):
         enter, leave = (
             _shortened(enter, 2 * enter["BN"], tokens.itemsize),
@@ -289,9 +292,9 @@ def tiles_of(tokens: Tensor, count: int, n: int, width: int) -> Tiles:
     return Tiles(enter, leave)
 
 
-def _narrowed(tile: Tile, n: int) -> Tile:
+def _narrowed(tile: Tile, n: int, least: int) -> Tile:
     """Return the configuration for a product with n channels, which may be fewer than those of a tile."""
-    return tile | {"BN": max(16, min(tile["BN"], next_power(n)))}
+    return tile | {"BN": max(least, min(tile["BN"], next_power(n)))}
 
 
 def _shortened(tile: Tile, wide: int, size: int) -> Tile:

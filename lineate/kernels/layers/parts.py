@@ -19,7 +19,7 @@ from lineate.kernels.layers.ops import strides_of
 from lineate.kernels.layers.rows import sigmoid
 
 MOST_PARTS = 128
-FEWEST_PARTS = 4
+FEWEST_PARTS = 2
 JOINED = 4096
 """How many sums a program joins: channels of a query times parts; at least 128 channels."""
 
