@@ -22,7 +22,15 @@ from lineate.layers.norm import RMSNorm
 from lineate.layers.projection import project
 from lineate.layers.registry import MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
-from lineate.layers.softmax import attend, attend_blocks, attend_new, lengths_of, runs_kernels
+from lineate.layers.softmax import (
+    attend,
+    attend_blocks,
+    attend_long,
+    attend_new,
+    lengths_of,
+    runs_kernels,
+    takes_square,
+)  # fmt: skip
 from lineate.layers.split_attention import attend_segment
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 from lineate.native.low_precision_matmul import multiply_heads
@@ -141,6 +149,8 @@ class LatentAttention(nn.Module):
 
             if cu_seqlens is None and self.reads_own_length(t):
                 return self._absorbed(q, state, None)
+            if cu_seqlens is None and isinstance(state.lengths, int) and takes_square(q, cached, self.value_dim):
+                return attend_long(q, lambda begin, end: self._expand(cached[:, begin:end]), state.lengths, self.scale)
             if serves_piece(q, cached, self.nope_dim, self.value_dim, self.rope_dim):
                 return attend_blocks(q, self._blocks(cached), state, self.scale, cu_seqlens)
         few = 4 * t < state.n and (t <= MOST_ABSORBED or not q.is_cuda)

@@ -1,8 +1,8 @@
 """Softmax attention of new tokens, and of tokens over a cache: which kernel runs, for which tensors.
 
-On a GPU, tokens over a longer cache need no mask: a few read the cache in parts (kernels/layers/cached.py), and a piece
-of a prompt reads it causally from the end (kernels/layers/pieces.py). Elsewhere torch computes with a mask, in blocks
-of queries where it would be large.
+On a GPU, tokens over a longer cache need no mask: a few read the cache in parts (kernels/layers/cached.py), a piece of
+a prompt reads it causally from the end (kernels/layers/pieces.py), and a long piece reads whole blocks of it
+(kernels/layers/squares.py). Elsewhere torch computes with a mask, in blocks of queries where it would be large.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,6 +27,7 @@ from lineate.torch_ops.tracing import constant_in_graphs, is_eager, needs_grad, 
 
 if TYPE_CHECKING:
     from lineate.kernels.layers.pieces import Block
+    from lineate.kernels.layers.squares import Keys
 
 WINDOW = 64
 """On a CPU, a decoding step reads a multiple of this many cached entries, so that most calls have known shapes."""
@@ -45,6 +46,8 @@ def attend_new(
     window (only if takes_packed): a token sees itself and the window - 1 tokens before it; 0 means all before it.
     """
     b, t, n = *q.shape[:2], k.shape[1]
+    if t == n and cu_seqlens is None and not window and runs_kernels(q, k, v) and takes_square(q, k, v.shape[3]):
+        return attend_long(q, lambda begin, end: (k[:, begin:end], v[:, begin:end]), n, scale)
     fast = takes_packed(q)
     if cu_seqlens is None:
         if not fast or (t in (1, n) and not window):
@@ -100,6 +103,23 @@ def runs_kernels(*tensors: Tensor) -> bool:
     return not needs_grad(*tensors) and is_eager(*tensors) and kernels_for(*tensors) is not None
 
 
+def takes_square(q: Tensor, k: Tensor, value: int) -> bool:
+    """Whether attend_long takes q `b t heads k`, with keys like k (or a tensor of their cache) and values of a size."""
+    from lineate.kernels.layers.squares import serves_square  # triton, at its first use
+
+    return serves_square(q, k, value)
+
+
+def attend_long(q: Tensor, keys: "Keys", n: int, scale: float) -> Tensor:
+    """Attend with q `b t heads k`, the last t of n tokens, to keys that a function returns (kernels/layers/squares.py).
+
+    Returns `b t heads v`.
+    """
+    from lineate.kernels.layers.squares import long_attention  # triton, at its first use
+
+    return long_attention(q, keys, n, scale)
+
+
 def _attend_on_gpu(
     q: Tensor, k: Tensor, v: Tensor, cache: TokenCache, scale: float, cu_seqlens: Tensor | None
 ) -> Tensor | None:  # fmt: skip
@@ -108,6 +128,8 @@ def _attend_on_gpu(
 
     t, even = q.shape[1], isinstance(cache.lengths, int)
     if cu_seqlens is None:
+        if isinstance(cache.lengths, int) and takes_square(q, k, v.shape[3]):
+            return attend_long(q, lambda begin, end: (k[:, begin:end], v[:, begin:end]), cache.lengths, scale)
         if even and t in (1, cache.n):
             return None
         if cached.serves_cached(q, k, v):

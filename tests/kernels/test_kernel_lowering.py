@@ -83,10 +83,12 @@ def steps() -> Iterator[Case]:
         gates = gates if "raw" in GATES[row] else "given"
         yield Case(90, "decode", dict(dtype=dtype, row=row, gates=gates, state=state, slots=slots, t=2))
     overlap = cycle((True, True, False))
-    for name, rows in product(("convolution", "product", "norm", "cached", "latent", "piece", "place", "mix"), (1, 3)):
+    for name, rows in product(
+        ("convolution", "product", "norm", "cached", "latent", "piece", "square", "place", "mix"), (1, 3)
+    ):
         yield Case(90, "step", dict(dtype="bfloat16", name=name, rows=rows, overlap=next(overlap)))
     yield Case(90, "step", dict(dtype="float32", name="latent", rows=3, overlap=False))
-    for name, dtype in (("latent", "float16"), ("piece", "bfloat16")):
+    for name, dtype in (("latent", "float16"), ("piece", "bfloat16"), ("square", "bfloat16")):
         yield Case(80, "step", dict(dtype=dtype, name=name, rows=2, overlap=False))
     for form, rows in (("int8", 1), ("int4", 3), ("fp8", 20)):
         yield Case(90, "quantised", dict(dtype="bfloat16", form=form, rows=rows, overlap=next(overlap)))

@@ -25,6 +25,7 @@ from lineate.kernels.layers import (
     products,
     quantised_products,
     routing,
+    squares,
     token,
 )  # fmt: skip
 from lineate.kernels.memories.lact_features import features
@@ -228,6 +229,12 @@ def step(name: str, dtype: str, rows: int, overlap: bool) -> None:
                 pieces.piece_attention(
                     q[:1], blocks, 3 * n, empty(rows, dtype="int64"), 0.1, empty(rows + 1, dtype="int64"), 90
                 )
+        elif name == "square":
+            for heads, size in ((4, 128), (2, 36)):
+                found, kept = empty(rows, heads, 300, size, dtype=dtype), empty(rows, 300, heads, size, dtype="float32")
+                sums, logs = (found, empty(rows, heads, 300)), empty(rows, heads, 300)
+                squares.join(sums, sums, kept)
+                squares.join((kept.transpose(1, 2), logs), sums, empty(rows, 200, heads, size, dtype=dtype), 50)
         elif name == "place":
             q, k, v = (empty(rows, 1, heads, 128, dtype=dtype) for heads in (8, 2, 2))
             caches = [empty(rows, 500, 2, 128, dtype=dtype) for _ in range(2)]
