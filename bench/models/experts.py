@@ -236,7 +236,7 @@ class Stages:
 
     def tiles(self) -> Any:
         """Return the configurations that a call takes."""
-        return self.mixture.tiles_of(self.x, self.count - 1, self.hidden.shape[1], self.chosen.shape[1], gated=True)
+        return self.mixture.tiles_of(self.x, self.count - 1, self.hidden.shape[1], self.chosen.shape[1])
 
 
 @torch.no_grad()

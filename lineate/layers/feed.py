@@ -162,6 +162,11 @@ class MixtureOfExperts(nn.Module):
         y = self._run_in_place(tokens) if tokens.is_cuda else None
         return (self.run_in_torch(tokens) if y is None else y).view_as(x)
 
+    def add_to(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Return x + self(tokens) of x and tokens `n hidden` on a GPU, the sum in the last launch where kernels run."""
+        y = self._run_in_place(tokens, x)
+        return x + self.run_in_torch(tokens) if y is None else y
+
     def run_in_torch(self, tokens: Tensor) -> Tensor:
         """Return the layer's output for tokens `n hidden`, with gradients if they are wanted."""
         weights, chosen = self.route(tokens)
@@ -176,8 +181,11 @@ class MixtureOfExperts(nn.Module):
         """Whether no method is overridden, in a subclass or on this module, that kernels and C would skip."""
         return type(self) is MixtureOfExperts and _METHODS.isdisjoint(vars(self))
 
-    def _run_in_place(self, tokens: Tensor) -> Tensor | None:
-        """Return the layer's output by kernels that read the weights in place; None if they do not take this call."""
+    def _run_in_place(self, tokens: Tensor, residual: Tensor | None = None) -> Tensor | None:
+        """Return the layer's output by kernels that read the weights in place; None if they do not take this call.
+
+        residual: what is added to it.
+        """
         if not self._runs_own_code or kernels_for(tokens) is None or not is_eager(tokens):
             return None
         if torch.is_autocast_enabled("cuda") or (torch.is_grad_enabled() and needs_grad(tokens, *self.parameters())):
@@ -197,7 +205,8 @@ class MixtureOfExperts(nn.Module):
         router = mixture.Router(self.router.weight, self.router_bias, gate, how)
         if not mixture.serves(tokens, router, made):
             return None
-        return mixture.mix(tokens, router, made, None if self.shared is None or own else self.shared(tokens))
+        shared = None if self.shared is None or own else self.shared(tokens)
+        return mixture.mix(tokens, router, made, shared, residual)
 
     def _shared_weights(self) -> "tuple[Tensor | Codes, Tensor | Codes] | None":
         """Return the weights of a shared expert that is like the others, if calling it only multiplies."""

@@ -208,6 +208,7 @@ def test_mixture_is_its_sum(path, kind, rows):
         found = mixture.mix(x, router, made, outside)
         assert found.dtype is x.dtype
         assert_near(found, expected, path.dtype)
+        assert torch.equal(mixture.mix(x, router, made, outside, 2 * x), 2 * x + found), "the sum is rounded before"
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
@@ -274,7 +275,7 @@ def test_weights_in_codes(path, form, kind, monkeypatch):
 def test_stages_fit_into_the_shared_memory_of_other_gpus():
     layer = layer_of(INTERPRETER, 512, 256)
     for rows, dtype in itertools.product((1, 64, 300, 2000, 9000), (torch.bfloat16, torch.float32)):
-        tiles = mixture.tiles_of(torch.empty(rows, 512, dtype=dtype), COUNT, 256, layer.active, True)
+        tiles = mixture.tiles_of(torch.empty(rows, 512, dtype=dtype), COUNT, 256, layer.active)
         for tile, wide in ((tiles.enter, 2), (tiles.leave, 1)):
             stage = (tile["BM"] + wide * tile["BN"]) * tile["BK"] * dtype.itemsize
             assert tile["num_stages"] >= 2 and tile["num_stages"] * stage <= 99 * 1024

@@ -37,7 +37,7 @@ def rms(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
 
 @pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("n", "k"), [(7, 20), (70, 130), (33, 2048), (5, 6000)])
+@pytest.mark.parametrize(("n", "k"), [(7, 20), (70, 130), (33, 2048), (5, 2304), (5, 6000)])
 @pytest.mark.parametrize("zero_centred", [False, True])
 def test_norm_product_and_residual(path, n, k, zero_centred):
     draw = drawer(path, n)
@@ -50,7 +50,7 @@ def test_norm_product_and_residual(path, n, k, zero_centred):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("n", "k"), [(7, 20), (70, 130), (33, 2048)])
+@pytest.mark.parametrize(("n", "k"), [(7, 20), (70, 130), (33, 2048), (9, 270)])
 def test_gated_product(path, n, k):
     draw = drawer(path, n)
     x, weight, norm = draw(1, k), draw(2 * n, k, scale=k**-0.5), draw(k)

@@ -101,12 +101,13 @@ def multiply_blocks(
 
 @triton.jit(do_not_specialize=["rows"])
 def add_pairs(
-    parts, weights, places, shared, y, rows, WIDTH: tl.constexpr, PAIRS: tl.constexpr, N: tl.constexpr,
+    parts, weights, places, shared, residual, y, rows, WIDTH: tl.constexpr, PAIRS: tl.constexpr, N: tl.constexpr,
     BN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BN channels of a row of y `rows N`: the sum of weights `rows WIDTH` times parts `rows PAIRS N`.
 
-    With places `rows PAIRS`, parts lie there. With shared `rows N`, it is the last summand, with the last weight.
+    With places `rows PAIRS`, parts lie there. With shared `rows N`, it is the last summand, with the last weight. With
+    residual `rows N`, that is added to the sum, which is rounded before.
     """
     TILES: tl.constexpr = (N + BN - 1) // BN
     row = (tl.program_id(0) // TILES).to(tl.int64)
@@ -125,6 +126,9 @@ def add_pairs(
     if shared is not None:
         found = tl.load(shared + row * N + n, mask=has, other=0.0).to(tl.float32)
         total += tl.load(weights + row * WIDTH + (WIDTH - 1)) * found
+    if residual is not None:
+        own = tl.load(residual + row * N + n, mask=has, other=0.0).to(tl.float32)
+        total = total.to(y.dtype.element_ty).to(tl.float32) + own
     tl.store(y + row * N + n, total.to(y.dtype.element_ty), mask=has)
 
 
@@ -187,8 +191,9 @@ def multiply(
 
 
 def add(
-    parts: Tensor, weights: Tensor, y: Tensor, *, places: Tensor | None = None, shared: Tensor | None = None
-) -> None:
+    parts: Tensor, weights: Tensor, y: Tensor, *, places: Tensor | None = None, shared: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the weighted sum of parts into y `rows n`.
 
     Args:
@@ -197,13 +202,14 @@ def add(
         y: Dense.
         places: The rows of parts, `rows pairs` int32; None: in order.
         shared: `rows n`, dense: the last summand.
+        residual: `rows n`, dense, which is added to the sum.
     """
     rows, width = weights.shape
     n = parts.shape[-1]
     block = min(next_power(n), 256 if rows <= 64 else 1024)
     start(add_pairs, (rows * ceil_div(n, block),))(
-        parts, weights, places, shared, y, rows, WIDTH=width, PAIRS=width - (shared is not None), N=n, BN=block,
-        num_warps=max(1, min(4, block // 256)), **overlap_options(parts.device),
+        parts, weights, places, shared, residual, y, rows, WIDTH=width, PAIRS=width - (shared is not None), N=n,
+        BN=block, num_warps=max(1, min(4, block // 256)), **overlap_options(parts.device),
     )  # fmt: skip
 
 

@@ -137,7 +137,9 @@ def _most_coded(tokens: Tensor) -> int:
     return MOST_CODED if quantised_products.uses_tensor_cores(tokens) else FEW
 
 
-def mix(tokens: Tensor, router: Router, made: Experts, shared: Tensor | None = None) -> Tensor:
+def mix(
+    tokens: Tensor, router: Router, made: Experts, shared: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
     """Return the weighted sum of each token's experts and the shared one, `rows k`, where `serves`.
 
     Args:
@@ -145,10 +147,11 @@ def mix(tokens: Tensor, router: Router, made: Experts, shared: Tensor | None = N
         router: Chooses the experts.
         made: Their weights.
         shared: The output of a shared expert that `made` does not have, `rows k`, before its gate.
+        residual: `rows k`, which is added to the sum.
     """
     tokens = tokens.contiguous()
     y = torch.empty_like(tokens)
-    shared = None if shared is None else shared.contiguous()
+    shared, residual = (None if x is None else x.contiguous() for x in (shared, residual))
 
     def run() -> None:
         logits = score(tokens, router.weight, router.gate)
@@ -158,10 +161,10 @@ def mix(tokens: Tensor, router: Router, made: Experts, shared: Tensor | None = N
             shared=shared is not None or made.shared is not None, named=made.shared is not None,
         )  # fmt: skip
         parts = products(tokens, chosen, made)
-        experts.add(parts, weights, y, shared=shared)
+        experts.add(parts, weights, y, shared=shared, residual=residual)
 
     weights = made.gate_up, made.down, *(made.shared or ())
-    given = (tokens, *router[:3], *(x for weight in weights for x in _tensors(weight)), shared)
+    given = (tokens, *router[:3], *(x for weight in weights for x in _tensors(weight)), shared, residual)
     launch("experts", given, (y,), (router.routing, made.kind, made.shared is None, shared is None), run)
     return y
 
@@ -185,7 +188,7 @@ def products(tokens: Tensor, chosen: Tensor, made: Experts, tiles: Tiles | None 
     count = _tensors(made.gate_up)[0].shape[0]
     n = made.down.columns if isinstance(made.down, Codes) else made.down.shape[2]
     if tiles is None:
-        tiles = tiles_of(tokens, count, n, width, made.kind == "swiglu")
+        tiles = tiles_of(tokens, count, n, width)
     groups = (
         Groups(chosen.view(-1), None, 1)
         if rows <= ALONE
@@ -260,21 +263,18 @@ def tile(BM: int, BN: int, BK: int, warps: int, stages: int, swap: bool = False)
     return {"BM": BM, "BN": BN, "BK": BK, "SWAP": swap, "num_warps": warps, "num_stages": stages}
 
 
-def tiles_of(tokens: Tensor, count: int, n: int, width: int, gated: bool) -> Tiles:
+def tiles_of(tokens: Tensor, count: int, n: int, width: int) -> Tiles:
     """Return the configurations for tokens `rows k`, each with `width` of `count` experts of n channels.
 
-    Up to FEW rows they give the same bits. us on an H200 of the two products, Qwen3.5-35B-A3B (k 2048, n 512, 256
-    experts), and of the first one for one row of Kimi-Linear-48B (k 2304, n 1024):
+    Up to FEW rows they are the same. us on an H200 of the two products, Qwen3.5-35B-A3B (k 2048, n 512, 256 experts):
 
-                     BM 64 (8 warps)    BM 128                    BN 32    BN 8
-        4096 rows    406, 254           373, 223      1 row       25.4     22.8
+                     BM 64 (8 warps)    BM 128
+        4096 rows    406, 254           373, 223
     """
     rows, k = tokens.shape
     mean = rows * width // count  # pairs of an expert
     if tokens.dtype is torch.float32:
         found = Tiles(tile(16, 16, 32, 4, 3), tile(16, 32, 32, 4, 3))
-    elif rows <= ALONE and gated:
-        found = Tiles(tile(16, 8, 128, 2, 4, swap=True), tile(16, 64, 128, 4, 3, swap=True))
     elif rows <= FEW:
         found = Tiles(tile(16, 32, 128, 4, 3, swap=True), tile(16, 64, 128, 4, 3, swap=True))
     elif mean <= 16:
@@ -283,7 +283,7 @@ def tiles_of(tokens: Tensor, count: int, n: int, width: int, gated: bool) -> Til
         found = Tiles(tile(64, 128, 64, 8, 4), tile(64, 128, 64, 8, 4))
     else:
         found = Tiles(tile(128, 128, 64, 8, 3), tile(128, 128, 64, 8, 3))
-    enter, leave = _narrowed(found.enter, n, 8 if gated else 16), _narrowed(found.leave, k, 16)
+    enter, leave = _narrowed(found.enter, n), _narrowed(found.leave, k)
     if not is_hopper(tokens.device):
         enter, leave = (
             _shortened(enter, 2 * enter["BN"], tokens.itemsize),
@@ -292,9 +292,9 @@ def tiles_of(tokens: Tensor, count: int, n: int, width: int, gated: bool) -> Til
     return Tiles(enter, leave)
 
 
-def _narrowed(tile: Tile, n: int, least: int) -> Tile:
+def _narrowed(tile: Tile, n: int) -> Tile:
     """Return the configuration for a product with n channels, which may be fewer than those of a tile."""
-    return tile | {"BN": max(least, min(tile["BN"], next_power(n)))}
+    return tile | {"BN": max(16, min(tile["BN"], next_power(n)))}
 
 
 def _shortened(tile: Tile, wide: int, size: int) -> Tile:

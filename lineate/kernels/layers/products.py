@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lineate.kernels.launching import ceil_div, is_hopper, next_power, overlap_options, start
+from lineate.kernels.launching import ceil_div, is_hopper, multiprocessors, next_power, overlap_options, start
 from lineate.kernels.layers import rows as kernels
 from lineate.kernels.layers.convolution_parts import convolve_first, load_taps, load_window
 from lineate.kernels.layers.ops import KERNEL_DTYPES, SIZES
@@ -36,12 +36,13 @@ STAGES = 4
 @triton.jit
 def multiply_one(
     x, norm, weight, bias, residual, taps, past, y, eps,
-    N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr,
-    CHANNELS: tl.constexpr, SIZE: tl.constexpr, OVERLAP: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, REST: tl.constexpr, SHIFT: tl.constexpr,
+    GATED: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BN channels of y `N` from x `K` and weight `N K` (GATED: `2N K`); operations whose argument is None are skipped.
 
-    The first CHANNELS channels are convolved with taps `CHANNELS SIZE` after past `CHANNELS SIZE-1`.
+    Weights are read BK channels at once and, if K is more, REST others. The first CHANNELS channels are convolved with
+    taps `CHANNELS SIZE` after past `CHANNELS SIZE-1`.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -51,8 +52,17 @@ def multiply_one(
     w = tl.load(weight + at, mask=mask, other=0.0)
     if GATED:
         u = tl.load(weight + at + N * K, mask=mask, other=0.0)
+    if REST:
+        more = BK + tl.arange(0, REST)
+        mask = has[:, None] & (more < K)[None, :]
+        at = n.to(tl.int64)[:, None] * K + more[None, :]
+        w_more = tl.load(weight + at, mask=mask, other=0.0)
+        if GATED:
+            u_more = tl.load(weight + at + N * K, mask=mask, other=0.0)
     if norm is not None:
         factor = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32) + SHIFT
+        if REST:
+            factor_more = tl.load(norm + more, mask=more < K, other=0.0).to(tl.float32) + SHIFT
     if taps is not None:
         moves = n < CHANNELS
         x1, x2, x3 = load_window(past, 0, past, 0, 0, n, moves, SIZE, CHANNELS)
@@ -61,16 +71,30 @@ def multiply_one(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    if REST:
+        row_more = tl.load(x + more, mask=more < K, other=0.0).to(tl.float32)
     if residual is not None:
         added = tl.load(residual + n, mask=has, other=0.0).to(tl.float32)
     if norm is not None:
-        row *= tl.rsqrt(tl.sum(row * row, 0) * (1.0 / K) + eps)
+        squares = tl.sum(row * row, 0)
+        if REST:
+            squares += tl.sum(row_more * row_more, 0)
+        scale = tl.rsqrt(squares * (1.0 / K) + eps)
+        row *= scale
         row *= factor
+        if REST:
+            row_more *= scale
+            row_more *= factor_more
     found = tl.sum(w.to(tl.float32) * row[None, :], 1)
+    if REST:
+        found += tl.sum(w_more.to(tl.float32) * row_more[None, :], 1)
     if bias is not None:
         found += tl.load(bias + n, mask=has, other=0.0).to(tl.float32)
     if GATED:
-        found *= sigmoid(found) * tl.sum(u.to(tl.float32) * row[None, :], 1)
+        second = tl.sum(u.to(tl.float32) * row[None, :], 1)
+        if REST:
+            second += tl.sum(u_more.to(tl.float32) * row_more[None, :], 1)
+        found *= sigmoid(found) * second
     if taps is not None:
         found = convolve_first(found, past, n, moves, x1, x2, x3, w0, w1, w2, w3, SIZE)
     if residual is not None:
@@ -120,17 +144,26 @@ def product_one(
     taps, past = (None, None) if convolution is None else convolution
     assert taps is None or (taps.shape[1] in SIZES and taps.is_contiguous())
     y = torch.empty(1, n, dtype=x.dtype, device=x.device)
-    width = next_power(k)
+    width, rest = _cut(k)
     rows = max(4096 // width, 1) if gated else max(8192 // width, 2)  # measured on an H200
+    rows = max(1, min(rows, next_power(ceil_div(n, 2 * multiprocessors(x.device)))))  # enough programs
     norm_weight, eps, zero_centred = (None, 0.0, False) if norm is None else norm
     with torch.cuda.device_of(x):
         start(multiply_one, (ceil_div(n, rows),))(
             x, norm_weight, weight, bias, residual, taps, past, y, eps,
-            N=n, K=k, BN=rows, BK=width, SHIFT=float(zero_centred), GATED=gated,
+            N=n, K=k, BN=rows, BK=width, REST=rest, SHIFT=float(zero_centred), GATED=gated,
             CHANNELS=0 if taps is None else taps.shape[0], SIZE=0 if taps is None else taps.shape[1],
             num_warps=max(1, min(8, rows * width // 2048)), **overlap_options(x.device),
         )  # fmt: skip
     return y
+
+
+def _cut(k: int) -> tuple[int, int]:
+    """Return two powers of two that cover k channels, or one and 0 where a second one would not make them fewer."""
+    width = next_power(k)
+    half = width // 2
+    rest = next_power(k - half)
+    return (half, max(16, rest)) if k > 256 and rest < half else (width, 0)
 
 
 def serves_few(x: Tensor, weight: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from lineate.call import Inputs, Options, Slots
 from lineate.layers.attention import GatedAttention
 from lineate.layers.entry import check_call
-from lineate.layers.feed import SwiGLU, glu
+from lineate.layers.feed import MixtureOfExperts, SwiGLU, glu
 from lineate.layers.gpu import coded, kernels_for, overlaps, uncoded
 from lineate.layers.mamba2 import GroupedGatedNorm
 from lineate.layers.mixer import LinearMixer
@@ -91,12 +91,17 @@ def mix_step(norm: RMSNorm, mixer: nn.Module, x: Tensor, state: LayerState, then
 def feed_step(norm: RMSNorm, feed: nn.Module, x: Tensor, normed: Tensor | None = None) -> Tensor | None:
     """Return x + feed(norm(x)), where is_step; None if this feed-forward has no such step.
 
+    A mixture of experts adds x in its last launch, for several rows: with one row, a step of Qwen3.5-35B-A3B takes 2.43
+    ms on an H200, and 2.36 ms where x is added by itself.
+
     Args:
         norm: Of the feed-forward's input.
         feed: The feed-forward.
         x: `rows 1 hidden`.
         normed: norm(x) `rows hidden`, if it was made before.
     """
+    if type(feed) is MixtureOfExperts and len(x) > 1 and _are_bare(norm, feed):
+        return feed.add_to(x[:, 0], norm(x[:, 0]) if normed is None else normed)[:, None]
     if type(feed) is not SwiGLU or not _are_bare(norm, feed, feed.gate_up_proj, feed.down_proj):
         return None
     y = _enter(x[:, 0], norm, feed.gate_up_proj, normed, gated=True)
@@ -322,7 +327,8 @@ def _are_bare(*modules: nn.Module) -> bool:
     for module in modules:
         if type(module) not in KNOWN or not runs_own_forward(module):
             return False
-        known = (*PLAIN_TENSORS, QuantisedWeight) if type(module) is nn.Linear else PLAIN_TENSORS
+        quantised = type(module) in (nn.Linear, MixtureOfExperts)
+        known = (*PLAIN_TENSORS, QuantisedWeight) if quantised else PLAIN_TENSORS
         if not all(x is None or (type(x) in known and x.is_contiguous()) for x in module._parameters.values()):
             return False
     return True
