@@ -52,8 +52,9 @@ class ServeArguments:
         None, "Folder for kept states when memory is full or the server ends.", metavar="FOLDER"
     )
     spacing: int | None = option(
-        None, "Tokens of a piece of a prompt, a multiple of 64; 128 on a CPU, 1024 on a GPU.", least=64, most=2**20
-    )
+        None, "Tokens of a piece of a prompt, a multiple of 64; 128 on a CPU, 1024 to 4096 on a GPU.",
+        least=64, most=2**20,
+    )  # fmt: skip
     exact: bool = option(False, "No effect: kept states always give the bits of reading the whole prompt.", "--exact")
     draft: str = option(
         NONE, "Guess tokens ahead: lookup (from the text), head (of the model), a smaller model's folder, or none."

@@ -99,10 +99,11 @@ def _engine(asked: ServeArguments, model: "HybridLM", job: "RankedJob | None") -
     from lineate.serving.cache.identity import identity_of
     from lineate.serving.cache.peers import LinkedPeers
     from lineate.serving.engine.engine import Engine
+    from lineate.serving.engine.reading import default_spacing
 
     budget, memory = sizes_of(asked)
     folder = None if asked.cache_folder is None else user_path(named_path(asked.cache_folder))
-    spacing = asked.spacing or (1024 if model.device.type == "cuda" else 128)
+    spacing = asked.spacing or default_spacing(model.config, model.device.type == "cuda")
     peers = None
     if job is not None:  # every rank has a part of each state
         peers = LinkedPeers(job.link)
