@@ -1,5 +1,6 @@
 """The command `lineate serve`."""
 
+import logging
 import signal
 from dataclasses import asdict, replace
 from functools import partial
@@ -136,10 +137,24 @@ def _prepare(asked: ServeArguments, port: int, job: "RankedJob | None") -> tuple
     """Return the server and its engine, or rank 0's of several; nothing runs yet."""
     app, engine, model, tokenizer = application(asked, settings_of(asked), job)
     server = _server(asked, app, port)
+    _print_progress()
     if job is not None:
         engine.watch(partial(_end, job, server))
     _announce(asked, port, model, tokenizer)
     return server, engine
+
+
+def _print_progress() -> None:
+    """Print the log's lines about long prompts on the server's terminal."""
+    from lineate.serving.engine.progress import LOG
+
+    class Terminal(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say(record.getMessage())
+
+    if not LOG.handlers:
+        LOG.addHandler(Terminal())
+        LOG.setLevel(logging.INFO)
 
 
 def _server(asked: ServeArguments, app: "Starlette", port: int) -> "DrainingServer":
