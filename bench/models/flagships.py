@@ -22,16 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from bench.models.quantised_gpu import median_ms, random_weight, state_of
+from bench.models.quantised_gpu import median_ms, state_of
 from bench.timing import show
 from lineate.decoding import Decoder
-from lineate.models import HybridLM, preset
+from lineate.models.random_weights import random_model
 from lineate.planning import HARDWARE, MemoryPlan, plan_memory, read_model
 from lineate.planning.hardware import decode_bound, prefill_bound
-from lineate.quantised.format import find_format
-from lineate.quantised.which import becomes_quantised
 
 MODELS = ("qwen3-5-35b-a3b", "kimi-linear-48b", "qwen3-next-80b", "qwen3-5-27b", "olmo-hybrid-7b")
 PARTS = ("decode", "prefill", "pieces", "million")
@@ -39,30 +36,6 @@ WEIGHTS = ("bf16", "fp8", "int8", "int4")
 CARD = HARDWARE["h200"]
 LEFT = 12 * 2**30
 """Bytes of the card that a model's weights must leave for states and buffers."""
-
-
-def make_model(name: str, weights: str) -> HybridLM:
-    """Return the model of a preset on the GPU with random weights, written one parameter at a time."""
-    with torch.device("meta"):
-        model = HybridLM(preset(name)).to(torch.bfloat16).eval()
-    form = None if weights == "bf16" else find_format(weights)
-    generator = torch.Generator("cuda").manual_seed(0)
-    for key, x in list(model.named_parameters()):
-        module = model.get_submodule(key.rpartition(".")[0])
-        shape = tuple(x.shape)
-        made: Tensor
-        if form is not None and becomes_quantised(key, shape, form):
-            made = random_weight(shape, form.name, "cuda")
-        else:
-            dtype = torch.float32 if key.endswith(("A_log", "dt_bias")) else torch.bfloat16
-            made = torch.empty(shape, dtype=dtype, device="cuda").normal_(0, 0.02, generator=generator)
-            if "norm" in key and not model.config.zero_centred_norm:
-                made += 1
-        module.register_parameter(key.rpartition(".")[2], nn.Parameter(made, requires_grad=False))
-    for key, old in list(model.named_buffers()):
-        module = model.get_submodule(key.rpartition(".")[0])
-        setattr(module, key.rpartition(".")[2], torch.zeros(old.shape, dtype=torch.float32, device="cuda"))
-    return model
 
 
 def profiled(call: Callable[[], Any]) -> tuple[float, int, list[tuple[str, float, int]]]:
@@ -90,7 +63,7 @@ class Bench:
             read_model(name, "bfloat16", weights=None if weights == "bf16" else weights)
         )
         start = time.perf_counter()
-        self.model = make_model(name, weights)
+        self.model = random_model(name, "bfloat16", "cuda", None if weights == "bf16" else weights)
         torch.cuda.synchronize()
         self.made = time.perf_counter() - start
         self.own = torch.cuda.memory_allocated()

@@ -28,8 +28,8 @@ from bench.timing import show
 from lineate.decoding import Decoder
 from lineate.layers import Memory, TokenCache
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig, ModelState
+from lineate.models.random_weights import random_quantised
 from lineate.quantised import FORMATS, QuantisedWeight, float8_activations
-from lineate.quantised.format import FP8
 
 BATCHES = (1, 8, 32)
 MANY = (128, 1024, 8192)
@@ -56,16 +56,7 @@ def random_weight(shape: tuple[int, ...], form: str, device: str) -> Tensor:
     kept = FORMATS[form]
     if kept.dtype is not None:
         return torch.randn(shape, dtype=kept.dtype, device=device).mul_(0.02)
-    codes, scales = kept.shapes(shape)
-    assert scales is not None
-    if kept is FP8:  # numbers of deviation 100
-        numbers = torch.randn(codes, device=device).mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn)
-        factors = torch.full(scales, 2e-4, device=device)
-        return QuantisedWeight(numbers.view(torch.uint8), factors, shape, kept, torch.bfloat16)
-    deviation = 2**kept.bits / 12**0.5
-    numbers = torch.randint(0, 256, codes, dtype=torch.uint8, device=device)
-    factors = torch.full(scales, 0.02 / deviation, dtype=torch.float16, device=device)
-    return QuantisedWeight(numbers, factors, shape, kept, torch.bfloat16)
+    return random_quantised(shape, kept, torch.bfloat16, device)
 
 
 def model_of(config: HybridConfig, form: str, device: str) -> tuple[HybridLM, int]:

@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from lineate.quantised import shrink
 from lineate.torch_ops.dtypes import parse_dtype
 
 if TYPE_CHECKING:
-    from lineate.models import HybridLM
+    from lineate.models import HybridConfig, HybridLM
     from lineate.parallel.tensor.ranks import Ranks
     from lineate.text import Tokenizer
 
@@ -55,6 +56,46 @@ def load_model(
             f"{model.config.vocab_size}; both must come from one model"
         )
     return model, tokenizer
+
+
+def load_random(
+    name: str | None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    weights: str | None = None,
+) -> "tuple[HybridLM, Tokenizer]":
+    """Return a model in the shape of a preset with random weights, and a tokenizer of its whole vocabulary.
+
+    A vocabulary below 257 tokens, which the smallest presets have, is raised to that: bytes and end-of-text.
+
+    Args:
+        name: A preset.
+        dtype: As in load_model; None or "auto": float32 on a CPU, bfloat16 elsewhere.
+        device: Where the weights are made.
+        weights: The format of large weights; None: all have the dtype.
+    """
+    from lineate.models.random_weights import random_model
+    from lineate.text import Numbered
+
+    config = random_shape(name)
+    return random_model(config, dtype, device, weights), Numbered(config.vocab_size)
+
+
+def random_shape(name: str | None) -> "HybridConfig":
+    """Return the shape that `--random-weights` serves; raise ValueError unless it is a preset's.
+
+    Args:
+        name: The name of the preset.
+    """
+    from lineate.models.presets import PRESETS, preset
+    from lineate.text import Bytes
+
+    if name not in PRESETS:
+        got = "none" if name is None else repr(name)
+        remedy = "" if name is None else "; to serve a checkpoint, leave --random-weights out"
+        raise ValueError(f"--random-weights must be given with a preset, {', '.join(PRESETS)}, got {got}{remedy}")
+    config = preset(name)
+    return replace(config, vocab_size=max(config.vocab_size, Bytes.vocab_size))
 
 
 def check_model(name: str | Path) -> None:

@@ -56,16 +56,16 @@ class LMOutput(NamedTuple):
 def drawn_mixer(config: HybridConfig, letter: str) -> nn.Module:
     """Make the mixer of a pattern's letter, with weights as in a new model."""
     mixer = make_mixer(config, letter)
-    _draw_weights(mixer, config.initializer_range)
+    draw_weights(mixer, config.initializer_range)
     return mixer
 
 
 @torch.no_grad()
-def _draw_weights(model: nn.Module, deviation: float) -> None:
-    """Draw the weights that the layers do not draw themselves."""
+def draw_weights(model: nn.Module, deviation: float) -> None:
+    """Draw the weights that the layers do not draw themselves, except those on the meta device."""
     for module in model.modules():
         for name, x in module.named_parameters(recurse=False):
-            if isinstance(module, ShortConvolution):
+            if isinstance(module, ShortConvolution) or x.is_meta:
                 continue
             if x.dim() >= 2 and name in ("weight", "experts_gate_up", "experts_down"):
                 x.normal_(0, deviation)
@@ -117,7 +117,7 @@ class HybridLM(nn.Module):
         if ranks is not None:
             set_ranks(self, ranks)
         if self.embed.weight.device.type != "meta":
-            _draw_weights(self, config.initializer_range)
+            draw_weights(self, config.initializer_range)
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
@@ -139,7 +139,7 @@ class HybridLM(nn.Module):
                 module.reset_parameters()  # type: ignore[operator]
 
         self.apply(reset)  # children before their parent, in the order of construction
-        _draw_weights(self, self.config.initializer_range)
+        draw_weights(self, self.config.initializer_range)
 
     @property
     def state_spec(self) -> tuple[tuple[TensorSpec, ...], ...]:

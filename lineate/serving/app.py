@@ -53,6 +53,7 @@ def describe(
     slots: int,
     format: StateFormat = AS_COMPUTED,
     sampling: SamplingFlags | None = None,
+    random_weights: bool = False,
 ) -> Description:
     """Return the public description of a model.
 
@@ -64,6 +65,7 @@ def describe(
         slots: The most concurrent choices.
         format: The format of the memories of running sequences.
         sampling: The sampling options of requests that do not name them; None: the checkpoint's, else OpenAI's.
+        random_weights: Whether the weights are random, so that clients are told.
     """
     layers = []
     whole = model if model.ranks is None else empty_model(model.config).to(model.dtype)  # not one rank's share of it
@@ -84,6 +86,7 @@ def describe(
         "parameters": sum(x.numel() for x in whole.parameters()),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         **kept,
+        **({"random_weights": True} if random_weights else {}),
         "device": model.device.type,
         **({} if model.ranks is None else {"ranks": model.ranks.size}),
         "tokenizer": tokenizer.name,

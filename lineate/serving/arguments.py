@@ -35,6 +35,10 @@ class ServeArguments:
     device: str = option("auto", "cpu, cuda, or auto: a GPU if there is one.")
     dtype: str = option("auto", "float32, bfloat16, ...; auto: as stored.")
     bits: str | None = option(None, "Keep large weights in 16, 8 or 4 bits or fp8; none: as stored.")
+    random_weights: bool = option(
+        False, "Serve the shape of a preset, named as MODEL, with random weights, to measure its speed.",
+        "--random-weights",
+    )  # fmt: skip
     slots: int = option(8, "Sequences that are generated at once.", least=1, most=4096)
     context: int = option(8192, "Most tokens of a prompt and its continuation.", least=2, most=2**24)
     memory: str | None = option(None, "Most memory for running sequences, such as 4GB.", metavar="SIZE")
@@ -48,8 +52,9 @@ class ServeArguments:
         None, "Folder for kept states when memory is full or the server ends.", metavar="FOLDER"
     )
     spacing: int | None = option(
-        None, "Tokens of a piece of a prompt, a multiple of 64; 128 on a CPU, 1024 on a GPU.", least=64, most=2**20
-    )
+        None, "Tokens of a piece of a prompt, a multiple of 64; 128 on a CPU, 1024 to 4096 on a GPU.",
+        least=64, most=2**20,
+    )  # fmt: skip
     exact: bool = option(False, "No effect: kept states always give the bits of reading the whole prompt.", "--exact")
     draft: str = option(
         NONE, "Guess tokens ahead: lookup (from the text), head (of the model), a smaller model's folder, or none."
@@ -184,6 +189,8 @@ def name_of(asked: ServeArguments) -> str:
         return asked.name
     if asked.folder is None:
         return BUILT_IN
+    if asked.random_weights:
+        return f"{asked.folder}-random"
     from lineate.models.files.hub import is_hub_name
 
     return asked.folder if is_hub_name(asked.folder) else user_path(asked.folder).resolve().name

@@ -22,12 +22,14 @@ def load(asked: ServeArguments, job: "RankedJob | None") -> tuple["Engine", "Hyb
         asked: The options.
         job: The processes that share the model; None: there is one.
     """
-    from lineate.generation.loading import find_device, load_model, load_or_builtin
+    from lineate.generation.loading import find_device, load_model, load_or_builtin, load_random
     from lineate.quantised.which import name_of_bits
     from lineate.serving.engine.warming import warm_up
 
     weights, defaults = name_of_bits(asked.bits), sampling_of(asked).reads
-    if job is None:
+    if asked.random_weights:
+        model, tokenizer = load_random(asked.folder, asked.dtype, find_device(asked.device), weights)
+    elif job is None:
         model, tokenizer = load_or_builtin(asked.folder, asked.dtype, find_device(asked.device), say, weights, defaults)
     else:
         assert asked.folder is not None
@@ -51,8 +53,9 @@ def application(
 
     own, model, tokenizer = load(asked, job)
     description = describe(
-        model, tokenizer, name_of(asked), asked.context, asked.slots, own.pool.format, sampling_of(asked)
-    )
+        model, tokenizer, name_of(asked), asked.context, asked.slots, own.pool.format, sampling_of(asked),
+        asked.random_weights,
+    )  # fmt: skip
     engine: Any = own
     if job is not None:
         from lineate.serving.engine.lockstep import Lockstep
@@ -96,10 +99,11 @@ def _engine(asked: ServeArguments, model: "HybridLM", job: "RankedJob | None") -
     from lineate.serving.cache.identity import identity_of
     from lineate.serving.cache.peers import LinkedPeers
     from lineate.serving.engine.engine import Engine
+    from lineate.serving.engine.reading import default_spacing
 
     budget, memory = sizes_of(asked)
     folder = None if asked.cache_folder is None else user_path(named_path(asked.cache_folder))
-    spacing = asked.spacing or (1024 if model.device.type == "cuda" else 128)
+    spacing = asked.spacing or default_spacing(model.config, model.device.type == "cuda")
     peers = None
     if job is not None:  # every rank has a part of each state
         peers = LinkedPeers(job.link)

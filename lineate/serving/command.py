@@ -1,5 +1,6 @@
 """The command `lineate serve`."""
 
+import logging
 import signal
 from dataclasses import asdict, replace
 from functools import partial
@@ -70,6 +71,7 @@ def run_serve(asked: ServeArguments) -> None:
     try:
         asked = replace(asked, device=find_device(asked.device))
         _check_tensor(asked)
+        _check_random(asked)
         flags = {name: value for name, value in asdict(asked).items() if name not in OF_RANK_0}
         flags["cache_folder"] = asked.cache_folder is not None
         job = join_job(asked.tensor, asked.device, asked.folder, flags)
@@ -135,10 +137,24 @@ def _prepare(asked: ServeArguments, port: int, job: "RankedJob | None") -> tuple
     """Return the server and its engine, or rank 0's of several; nothing runs yet."""
     app, engine, model, tokenizer = application(asked, settings_of(asked), job)
     server = _server(asked, app, port)
+    _print_progress()
     if job is not None:
         engine.watch(partial(_end, job, server))
     _announce(asked, port, model, tokenizer)
     return server, engine
+
+
+def _print_progress() -> None:
+    """Print the log's lines about long prompts on the server's terminal."""
+    from lineate.serving.engine.progress import LOG
+
+    class Terminal(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say(record.getMessage())
+
+    if not LOG.handlers:
+        LOG.addHandler(Terminal())
+        LOG.setLevel(logging.INFO)
 
 
 def _server(asked: ServeArguments, app: "Starlette", port: int) -> "DrainingServer":
@@ -162,6 +178,18 @@ def _check_tensor(asked: ServeArguments) -> None:
             f"torchrun --nproc-per-node {asked.tensor} ... serve --tensor {asked.tensor} without --replicas for each "
             "replica, behind a load balancer of your own"
         )
+
+
+def _check_random(asked: ServeArguments) -> None:
+    """Raise if random weights are asked for without a preset, or in several processes."""
+    from lineate.generation.loading import random_shape
+
+    if not asked.random_weights:
+        return
+    random_shape(asked.folder)
+    if asked.tensor > 1 or asked.replicas is not None:
+        got = f"--tensor {asked.tensor}" if asked.tensor > 1 else f"--replicas {asked.replicas}"
+        raise ValueError(f"--random-weights must be served by one process, got {got}; leave it out")
 
 
 def _replica_options(asked: ServeArguments) -> "ReplicaOptions | None":
@@ -264,6 +292,8 @@ def _announce(asked: ServeArguments, port: int, model: "HybridLM", tokenizer: "T
         f"{name_of(asked)}: {count} parameters{kept}{ranks}, {model.config.pattern}, {tokenizer.name} on {asked.device}"
     )
     say(f"{asked.slots} sequences of {asked.context} tokens, {state} of state each; cache {asked.cache}")
+    if asked.random_weights:
+        say(f"warning: the weights are random, in the shape of {asked.folder}: answers are noise, only speed is real")
     if found := sampling_of(asked).used(model.sampling_defaults):
         say(f"sampling of the checkpoint: {found}; --sampling-defaults none leaves it out")
     _say_where(asked, port)

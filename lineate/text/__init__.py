@@ -2,6 +2,7 @@
 
 from lineate.text.base import Tokenizer
 from lineate.text.chat import DEFAULT_STOPS, DEFAULT_TEMPLATE, ChatError, ChatTemplate
+from lineate.text.numbered import Numbered
 from lineate.text.published import PublishedTokenizer
 from lineate.text.stream import Detokenizer, StopStrings
 from lineate.text.tokenizer import BPE, Bytes, has_tokenizer, load_tokenizer, make_tokenizer
@@ -10,6 +11,7 @@ __all__ = [
     "Tokenizer",
     "Bytes",
     "BPE",
+    "Numbered",
     "PublishedTokenizer",
     "load_tokenizer",
     "make_tokenizer",

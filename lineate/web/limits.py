@@ -52,6 +52,9 @@ class Limits:
     heartbeat_seconds: float = 10.0
     """Seconds of silence after which a stream sends a comment, so that no proxy closes it."""
 
+    progress_seconds: float = 5.0
+    """Seconds after which a stream whose prompt is being read sends a comment with the tokens read so far."""
+
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value is not None and value <= 0:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -18,11 +19,20 @@ from lineate.web.limits import Limits
 
 LOG = logging.getLogger("lineate.serving")
 DONE = "data: [DONE]\n\n"
-HEARTBEAT = ": still working\n\n"
-"""A comment of an event stream, which clients skip."""
 GONE = 499
 """The status in the metrics of an answer whose client has disconnected; it is never sent."""
 Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Comment:
+    """A comment of an event stream, which clients skip; it shows them and proxies that the server works."""
+
+    text: str
+
+
+Chunk = dict[str, Any] | bytes | Comment
+"""An event of a stream: a value, JSON, or a comment."""
 
 
 async def answer_api_error(request: Request, error: Exception) -> Response:
@@ -96,7 +106,7 @@ async def _left(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events: each value as JSON (bytes are JSON already), a comment for None, and [DONE].
+    """Server-sent events: each value as JSON (bytes are JSON already), comments, and [DONE].
 
     Args:
         values: The values.
@@ -109,7 +119,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        values: AsyncIterator[dict[str, Any] | bytes | None],
+        values: AsyncIterator[Chunk],
         limits: Limits,
         close: Callable[[], None],
         headers: dict[str, str] | None = None,
@@ -141,7 +151,7 @@ class EventStream(Response):
                 if isinstance(value, bytes):
                     await event(b"data: %b\n\n" % value)
                 else:
-                    await event(HEARTBEAT if value is None else f"data: {dump(value)}\n\n")
+                    await event(f": {value.text}\n\n" if isinstance(value, Comment) else f"data: {dump(value)}\n\n")
         except ApiError as error:
             await event(f"data: {dump(error.body)}\n\n")
         except (TimeoutError, asyncio.CancelledError):

@@ -168,6 +168,16 @@ def test_all_ranks_do_the_same(started):
     assert pair.ended == [] and not pair.front.step()
 
 
+def test_rank_0_knows_how_far_a_prompt_is_read():
+    pair = Pair()
+    handle = pair.front.submit(Request(prompt(150), GREEDY, max_new_tokens=2))
+    seen = []
+    while pair.front.step():
+        seen.append((handle.progress.tokens, handle.progress.reads))
+    assert seen[:2] == [(64, True), (128, True)] and handle.progress.tokens == 150
+    pair.stop()
+
+
 def test_a_deadline_is_that_of_rank_0():
     pair = Pair()
     handle = pair.front.submit(Request(prompt(5), GREEDY, timeout=1e-9))

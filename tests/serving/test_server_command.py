@@ -136,7 +136,13 @@ REFUSED = {
         "state_rounding='stochastic' needs state_dtype='bfloat16', got float32",
     ),
     "a folder for no cache": (["--cache", "0", "--cache-folder", "x"], "--cache-folder needs --cache above 0"),
-}
+    "random weights of a folder": (
+        ["/nowhere/at-all", "--random-weights"],
+        "--random-weights must be given with a preset, tiny, small, compact, base, medium, large, qwen3-next-80b, "
+        "qwen3-5-27b, qwen3-5-35b-a3b, kimi-linear-48b, olmo-hybrid-7b, got '/nowhere/at-all'; to serve a checkpoint, "
+        "leave --random-weights out",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -145,6 +151,31 @@ def test_what_is_refused(case, folder):
     model = [] if words[0].startswith("/") else [folder]
     code, said = lineate(*model, "--port", "0", *words)
     assert code == 2 and expected in said, said
+
+
+def test_random_weights_need_a_preset_and_one_process():
+    code, said = lineate("--random-weights", "--port", "0")
+    assert code == 2 and "--random-weights must be given with a preset, tiny," in said and said.endswith("got none")
+    for flag in ("--tensor", "--replicas"):
+        code, said = lineate("tiny", "--random-weights", "--port", "0", flag, "2")
+        assert code == 2 and f"--random-weights must be served by one process, got {flag} 2; leave it out" in said
+
+
+@pytest.mark.cover
+def test_serving_random_weights(tmp_path):
+    """The server says that answers are noise, and takes and gives all ids of the preset's vocabulary."""
+    with Process("compact", "--random-weights", "--bits", "8", "--device", "cpu", "--context", "512") as served:
+        assert "warning: the weights are random, in the shape of compact: answers are noise" in served.said
+        model = httpx.get(f"{served.url}/v1/models").json()["data"][0]
+        assert model["id"] == "compact-random" and model["random_weights"] is True
+        details = httpx.get(f"{served.url}/lineate/info").json()["details"]
+        assert (details["weights"], details["vocab_size"], details["random_weights"]) == ("int8", 257, True)
+        body = {"prompt": [0, 255, 256, 3], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        answers = [httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json() for _ in range(2)]
+        assert answers[0]["choices"] == answers[1]["choices"]
+        assert answers[0]["usage"]["prompt_tokens"] == answers[0]["usage"]["completion_tokens"] == 4
+        refused = httpx.post(f"{served.url}/v1/completions", json={**body, "prompt": [257]}, timeout=60)
+        assert refused.status_code == 400 and "whole numbers below 257" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:1", "ray://127.0.0.1:x"])

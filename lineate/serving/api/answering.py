@@ -13,7 +13,7 @@ from lineate.serving.api.foreign import HEADER
 from lineate.serving.api.running import Running
 from lineate.serving.api.service import Service
 from lineate.web.errors import shutting_down
-from lineate.web.responses import GONE, EventStream, answer, unless_gone
+from lineate.web.responses import GONE, Chunk, EventStream, answer, unless_gone
 
 
 class Answering(ABC):
@@ -42,8 +42,8 @@ class Answering(ABC):
         """Return the whole answer; one that takes long to write as JSON."""
 
     @abstractmethod
-    def chunks(self) -> AsyncIterator[dict[str, Any] | bytes | None]:
-        """Yield the answer in chunks, as values or JSON; None after a period without output."""
+    def chunks(self) -> AsyncIterator[Chunk]:
+        """Yield the answer in chunks, as values or JSON, and comments after periods without output."""
 
     async def respond(self, request: Request, stream: bool, ignored: tuple[str, ...]) -> Response:
         """Send the answer, with the names of the fields that were ignored, and free its resources however it ends."""
@@ -58,7 +58,7 @@ class Answering(ABC):
             return Response(body, 200, headers, "application/json")
         return Response(status_code=GONE) if body is None else answer(body, headers=headers)
 
-    async def _whole_or_error(self) -> AsyncIterator[dict[str, Any] | bytes | None]:
+    async def _whole_or_error(self) -> AsyncIterator[Chunk]:
         """Yield the chunks; raise ApiError after the last one if a shutdown has cut the answer short."""
         async for chunk in self.chunks():
             yield chunk

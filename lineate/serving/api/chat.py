@@ -13,6 +13,7 @@ from lineate.serving.api.schemas import ChatCall, read_chat
 from lineate.serving.api.service import Prompt, Service
 from lineate.serving.api.tools import AnswerParser, Said
 from lineate.web.fields import Fields
+from lineate.web.responses import Chunk, Comment
 
 
 async def chat(service: Service, request: Request, body: bytes) -> Response:
@@ -65,21 +66,21 @@ class _Answer(Answering):
         """Return the answer when all choices have ended."""
         choices = [_Message() for _ in self._parsers]
         async for piece in self._running.pieces():
-            if piece is not None:
+            if isinstance(piece, Piece):
                 parts, finish = self._parts(piece)
                 choices[piece.choice].add(parts, self._logprobs(piece), finish)
         listed = [choice.value(n) for n, choice in enumerate(choices)]
         return {**self._head, "choices": listed, "usage": self._running.counts.usage(), "lineate": self._own()}
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any] | None]:
+    async def chunks(self) -> AsyncIterator[Chunk]:
         """Yield chunks as text arrives; a call is yielded when it is complete."""
         usage: dict[str, Any] = {"usage": None} if self._call.wanted.usage_chunk else {}
         called = [0] * len(self._parsers)
         for n in range(len(self._parsers)):
             yield {**self._head, "choices": [_delta(n, {"role": "assistant", "content": ""})], **usage}
-        async for piece in self._running.pieces(self._service.limits.heartbeat_seconds):
-            if piece is None:
-                yield None
+        async for piece in self._running.pieces(self._service.limits):
+            if isinstance(piece, Comment):
+                yield piece
                 continue
             n = piece.choice
             parts, finish = self._parts(piece)

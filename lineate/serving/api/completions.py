@@ -15,6 +15,7 @@ from lineate.text.base import Tokenizer
 from lineate.web.errors import invalid
 from lineate.web.fields import Fields
 from lineate.web.json_text import dump, dump_characters, dump_items
+from lineate.web.responses import Chunk, Comment
 
 
 async def complete(service: Service, request: Request, body: bytes) -> Response:
@@ -112,7 +113,7 @@ class _Answer(Answering):
         """Return the answer when all choices have ended."""
         found: list[list[Piece]] = [[] for _ in range(self._count)]
         async for piece in self._running.pieces():
-            if piece is not None:
+            if isinstance(piece, Piece):
                 found[piece.choice].append(piece)
         counts = self._running.counts
         more = {"usage": counts.usage(), "lineate": self._own()}
@@ -120,13 +121,13 @@ class _Answer(Answering):
         entries += 0 if self._call.wanted.logprobs is None else counts.completion
         return await self._service.write(lambda: self._body([self._choice(x, True) for x in found], more), entries)
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any] | bytes | None]:
+    async def chunks(self) -> AsyncIterator[Chunk]:
         """Yield chunks as text arrives."""
         usage: dict[str, Any] = {"usage": None} if self._call.wanted.usage_chunk else {}
         begun = set() if self._call.wanted.echo else set(range(self._count))
-        async for piece in self._running.pieces(self._service.limits.heartbeat_seconds):
-            if piece is None:
-                yield None
+        async for piece in self._running.pieces(self._service.limits):
+            if isinstance(piece, Comment):
+                yield piece
             elif piece.choice in begun:
                 yield self._body([self._choice([piece], False)], usage)
             else:

@@ -31,9 +31,11 @@ def numbers_of(engine: Engine) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _shown_model(description: Description) -> dict[str, Any]:
+    random = {"random_weights": True} if dict(description.details).get("random_weights") else {}
     return {
         "id": description.name, "object": "model", "created": description.created, "owned_by": "lineate",
         "max_model_len": description.context, "sampling_defaults": shown_options(description.sampling),
+        **random,
     }  # fmt: skip
 
 

@@ -14,8 +14,12 @@ from lineate.serving.engine.requests import Event, Handle, Request, TokenLogprob
 from lineate.text.base import Tokenizer
 from lineate.text.stream import Detokenizer, StopStrings
 from lineate.web.errors import ApiError, internal, invalid, shutting_down, unavailable
+from lineate.web.limits import Limits
+from lineate.web.responses import Comment
 
 LOG = logging.getLogger("lineate.serving")
+STILL = Comment("still working")
+"""Keeps proxies from closing a stream without output."""
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks; OpenAI's number."""
 EARLIER = 0.001
@@ -162,19 +166,30 @@ class Running:
             part = next(n for n, (first, x) in enumerate(self._parts) if choice < first + x.n)
             self._handles[part].stop(choice - self._parts[part][0])
 
-    async def pieces(self, heartbeat: float | None = None) -> AsyncIterator[Piece | None]:
-        """Yield pieces until all choices have ended; None after a number of seconds without output.
+    async def pieces(self, limits: Limits | None = None) -> AsyncIterator[Piece | Comment]:
+        """Yield pieces until all choices have ended, and comments after the limits' seconds without output.
 
         Choices that ended before their first token, by the time limit or a shutdown, come last with an empty text.
         ApiError is raised if there are no others.
+
+        Args:
+            limits: After how long there are comments; None: there are none.
         """
+        period = None if limits is None else min(limits.progress_seconds, limits.heartbeat_seconds)
+        silence = 0.0
         while self.unfinished:
             try:
-                async with asyncio.timeout(heartbeat):
+                async with asyncio.timeout(period):
                     n, event = await self._events.get()
             except TimeoutError:
-                yield None
+                assert limits is not None and period is not None
+                silence += period
+                comment = self._progress() or (STILL if silence >= limits.heartbeat_seconds else None)
+                if comment is not None:
+                    silence = 0.0
+                    yield comment
                 continue
+            silence = 0.0
             piece = self._piece(n, event)
             if piece is not None:
                 yield piece
@@ -183,6 +198,13 @@ class Running:
             raise _unanswered(self._cut[0][1])
         for number, finish in self._cut:
             yield Piece(number, finish=self._reason(finish))
+
+    def _progress(self) -> Comment | None:
+        """Return how far the prompts are read; None if none is being read."""
+        found = [handle.progress for handle in self._handles if handle.progress.reads]
+        if not found:
+            return None
+        return Comment(f"reading {sum(x.tokens for x in found)} of {sum(x.total for x in found)} tokens")
 
     def _reason(self, finish: str) -> str:
         """Record why a choice was ended early, and return its finish_reason for clients."""

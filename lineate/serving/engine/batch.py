@@ -158,7 +158,9 @@ class Batch:
             if not reading.begun:
                 reading.look_up()
                 self.counts.update(prompt_tokens=len(reading.ids), cached_tokens=reading.cached_tokens)
+                job.handle.progress.begin(reading.position, self.clock())
             reading.advance()
+            job.handle.progress.note(reading.position, self.clock())
             if reading.done:
                 self._start(job, reading)
         except Exception as error:

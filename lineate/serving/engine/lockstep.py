@@ -255,6 +255,8 @@ class Lockstep:
         request = read_request(plain, self._guides) if self._link.rank else self._handles[number].request
         self._own[number] = self._engine.submit(request, partial(self._deliver, number))
         assert self._own[number].number == number
+        if not self._link.rank:
+            self._handles[number].progress = self._own[number].progress
 
     def _end(self, number: int, index: int, finished: str) -> None:
         if (handle := self._own.get(number)) is not None:

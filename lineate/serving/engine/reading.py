@@ -13,14 +13,39 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lineate.models import HybridLM, ModelState
+from lineate.models import HybridConfig, HybridLM, ModelState
 from lineate.models.reading import reserve
 from lineate.serving.cache.cache import Found, StateCache
 from lineate.serving.engine.requests import Failed
 
+CPU_SPACING, GPU_SPACING, MOST_SPACING = 128, 1024, 4096
+"""The spacing of a server whose options name none: on a CPU, on a GPU, and at most."""
+ROWS_OF_AN_EXPERT = 128
+"""The tokens of a piece that each expert should get on average: then a product with its weights takes longer than
+reading them."""
 NOT_KEPT = "the cache failed to keep the state of %d tokens"
 
 logger = logging.getLogger(__name__)
+
+
+def default_spacing(config: HybridConfig, on_gpu: bool) -> int:
+    """Return the spacing of a server whose options name none.
+
+    The spacing is both the number of tokens that are read at once and the distance of kept states: reading returns the
+    state after its last token alone. Where few of many experts get a token, a GPU needs larger pieces.
+
+    Args:
+        config: The shape of the model.
+        on_gpu: Whether it computes on a GPU.
+    """
+    if not on_gpu:
+        return CPU_SPACING
+    spacing, experts = GPU_SPACING, config.experts
+    while (
+        experts is not None and spacing < MOST_SPACING and spacing * experts.active < ROWS_OF_AN_EXPERT * experts.count
+    ):
+        spacing *= 2
+    return spacing
 
 
 def log_failure(error: Exception, message: str, *args: object) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol, Self
 from torch import Tensor
 
 from lineate.generation.choice import Sampling
+from lineate.serving.engine.progress import ReadingProgress
 
 
 class Guide(Protocol):
@@ -213,6 +214,8 @@ class Handle:
         """The results of the continuations, as far as events were read."""
         self.ending: dict[int, str] = {}
         """The continuations to end and the reasons; the engine checks them before each step."""
+        self.progress = ReadingProgress(number, len(request.ids))
+        """How far the prompt is read."""
         self.ended: set[int] = set()
         """The continuations whose last event was delivered."""
 
