@@ -31,14 +31,17 @@ VOCAB, CYCLE = 248320, 64  # Qwen3.5's
 GREEDY = Sampling(temperature=0)
 
 
-def make_model() -> HybridLM:
-    config = HybridConfig(
+def make_config() -> HybridConfig:
+    return HybridConfig(
         vocab_size=VOCAB, hidden_size=2048, n_layers=24, pattern="GGGA", linear=LinearConfig(16, 16, 128, 128),
         attention=AttentionConfig(8, 2, 256, rotary_dim=64), feed=FeedConfig(6144), zero_centred_norm=True,
     )  # fmt: skip
+
+
+def make_model() -> HybridLM:
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = HybridLM(config).to(torch.bfloat16).eval()
+        model = HybridLM(make_config()).to(torch.bfloat16).eval()
     assert model.head is not None
     following = torch.arange(VOCAB).view(-1, CYCLE).roll(1, 1).flatten()
     with torch.no_grad():

@@ -3,6 +3,7 @@
 >>> model = read_model("qwen3-next-80b")
 >>> plan_memory(model).total(batch=1, tokens=262144), plan_flops(model).decode(262144)
 >>> time_bounds(model, HARDWARE["h200"], batch=1, tokens=262144)
+>>> estimate_times(model, HARDWARE["h200"], batch=1, tokens=262144)
 >>> plan_memory(split_model(model, tensor=8)).weights
 """
 
@@ -13,6 +14,7 @@ from lineate.system.lazy import first_use
 if TYPE_CHECKING:
     from lineate.planning.communication import Received, decode_received, prefill_received, training_received
     from lineate.planning.compute import FlopsPlan, LayerFlops, Moved, decode_bytes, plan_flops, prefill_bytes
+    from lineate.planning.estimates import Estimate, estimate_decode, estimate_prefill, estimate_times
     from lineate.planning.fit import crossover, largest_batch, longest_context
     from lineate.planning.formulas import differences, teaching, teaching_of
     from lineate.planning.hardware import (
@@ -34,6 +36,7 @@ else:
         {
             "communication": ("Received", "decode_received", "prefill_received", "training_received"),
             "compute": ("FlopsPlan", "LayerFlops", "Moved", "decode_bytes", "plan_flops", "prefill_bytes"),
+            "estimates": ("Estimate", "estimate_decode", "estimate_prefill", "estimate_times"),
             "fit": ("crossover", "largest_batch", "longest_context"),
             "hardware": (
                 "HARDWARE", "Bound", "Hardware", "find_hardware", "make_hardware", "several", "time_bounds",
@@ -50,6 +53,7 @@ __all__ = [
     "DTYPES",
     "HARDWARE",
     "Bound",
+    "Estimate",
     "FlopsPlan",
     "Hardware",
     "LayerFlops",
@@ -64,6 +68,9 @@ __all__ = [
     "decode_bytes",
     "decode_received",
     "differences",
+    "estimate_decode",
+    "estimate_prefill",
+    "estimate_times",
     "find_hardware",
     "from_numbers",
     "largest_batch",

@@ -12,9 +12,18 @@ from typing import Any
 from lineate.layers import kind_of, kinds
 from lineate.planning.communication import Received, decode_received, prefill_received, training_received
 from lineate.planning.compute import FlopsPlan, plan_flops
+from lineate.planning.estimates import estimate_times, read_fits
 from lineate.planning.fit import first_smaller, largest_batch, longest_context
 from lineate.planning.formulas import differences, taught_heads, taught_variants, teaching_of
-from lineate.planning.hardware import HARDWARE, Hardware, time_bounds, tokens_per_second, training_bound
+from lineate.planning.hardware import (
+    HARDWARE,
+    Hardware,
+    decode_bound,
+    prefill_bound,
+    time_bounds,
+    tokens_per_second,
+    training_bound,
+)
 from lineate.planning.memory import LayerMemory, MemoryPlan, plan_memory, plan_training
 from lineate.planning.models import WHOLE, Model, Split, variants
 from lineate.planning.split import split_model
@@ -89,6 +98,11 @@ def make_report(request: PlanRequest) -> PlanNumbers:
             {"of": name, **time} for name, plans in sides.items() for machine in request.machines
             for tokens in request.contexts for time in _times(plans[0], machine, request.batch, tokens)
         ],
+        "fitted": [
+            {"of": name, **time} for name, plans in sides.items() for machine in request.machines
+            for tokens in request.contexts for time in _fitted(plans[0], machine, request.batch, tokens)
+        ],
+        "fits_of_times": _measurements() if request.machines else {},
         "training": _training(request, plan),
         "layers": [_layer(layer, flops, request.contexts) for layer in plan.layers],
     }  # fmt: skip
@@ -289,6 +303,40 @@ def _times(plan: MemoryPlan, machine: Hardware, batch: int, tokens: int) -> list
     ]  # fmt: skip
 
 
+def _fitted(plan: MemoryPlan, machine: Hardware, batch: int, tokens: int) -> list[PlanNumbers]:
+    """Return the fitted times of lineate next to the bounds, both with experts chosen at random."""
+    least = {
+        "prefill": prefill_bound(plan, machine, batch, tokens).seconds,
+        "decode": decode_bound(plan, machine, batch, tokens, "expected").seconds,
+    }
+    return [
+        {
+            "hardware": machine.name, "what": x.what, "tokens": tokens, "least_seconds": least[x.what],
+            "fitted_seconds": x.seconds, "median_error": x.median_error, "largest_error": x.largest_error,
+            "outside": list(x.outside), "why_not": x.why_not,
+        }
+        for x in estimate_times(plan, machine, batch, tokens)
+    ]  # fmt: skip
+
+
+def _measurements() -> PlanNumbers:
+    """Return the measurements behind the fitted times of each machine, by kind of step."""
+    return {
+        fit.hardware.name: {
+            "date": fit.date,
+            **{
+                f"{what}_{key}": value
+                for what, time in fit.times.items()
+                for key, value in (
+                    ("measurements", sum(x.points for x in time.formats.values())),
+                    ("new_model_largest_error", time.new_model_largest_error),
+                )
+            },
+        }
+        for fit in read_fits().values()
+    }
+
+
 def _training(request: PlanRequest, memory: MemoryPlan) -> PlanNumbers | None:
     if request.tokens_per_step is None:
         return None
@@ -354,6 +402,14 @@ def _numbers(report: PlanNumbers) -> Iterator[tuple[Any, ...]]:
     for x in report["times"]:
         for key in ("least_seconds", "limit", "flops", "moved_bytes", "received_bytes"):
             yield f"times, {x['what']}, {x['hardware']}", x["of"], x["tokens"], key, x[key]
+    for machine, found in report["fits_of_times"].items():
+        yield from (("fits_of_times", machine, "", key, value) for key, value in found.items() if value is not None)
+    for x in report["fitted"]:
+        for key in ("fitted_seconds", "median_error", "largest_error", "why_not"):
+            if x[key] is not None:
+                yield f"fitted, {x['what']}, {x['hardware']}", x["of"], x["tokens"], key, x[key]
+        if x["outside"]:
+            yield f"fitted, {x['what']}, {x['hardware']}", x["of"], x["tokens"], "outside", "; ".join(x["outside"])
     training = report["training"] or {}
     for index, saved in enumerate(training.get("activations_by_layer_bytes", ())):
         yield "layers", str(index), "", "activations_bytes", saved

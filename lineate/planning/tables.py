@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from lineate.planning.fitted import fitted_notes, fitted_rows
 from lineate.planning.report import MOST_RATE, RANDOM_RATE, PlanNumbers, cache_kinds, middle
 from lineate.planning.units import (
     show_bytes,
@@ -58,6 +59,11 @@ def print_report(report: PlanNumbers, console: "Console", layers: bool = False) 
         where = f"{machines.pop()}, " if len(machines) == 1 else ""
         table(console, f"Times that no program can beat, {where}{sequences(report['batch'])}", *time_rows(report))
         say(console, time_note(report))
+        if rows := fitted_rows(report):
+            title = f"Times of lineate, fitted to measurements, {sequences(report['batch'])}"
+            table(console, title, *rows)
+        for sentence in fitted_notes(report):
+            say(console, sentence)
     if report["training"] is not None:
         table(console, training_title(report["training"]), *training_rows(report["training"]))
         if report["training"]["times"]:

@@ -5,6 +5,7 @@ import pytest
 from lineate.models.presets import PRESETS
 from lineate.planning import (
     HARDWARE,
+    estimate_times,
     from_numbers,
     largest_batch,
     longest_context,
@@ -14,6 +15,7 @@ from lineate.planning import (
     time_bounds,
     variants,
 )
+from lineate.planning.units import show_seconds
 
 SIZES = {"hidden_size": 512, "layers": 8, "head_dim": 64, "kv_heads": 2}
 
@@ -44,6 +46,8 @@ def check(found, model, machine, batch, tokens):
         check_rates(own, plan, machine, tokens)
         times = {x.what: x.seconds for x in time_bounds(plan, machine, batch, tokens) if x.what != "training step"}
         assert {x["what"]: x["seconds"] for x in own["times"]} == times
+        fitted = [(x.what, x.seconds) for x in estimate_times(plan, machine, batch, tokens)]
+        assert [(x["what"], x["seconds"]) for x in own["fitted"]] == fitted
         assert own["curve_bytes"] == [plan.total(batch, n) for n in found["curve_tokens"]]
         assert own["letters"] == each.config.letters
 
@@ -85,6 +89,17 @@ def test_the_page_offers_what_the_endpoint_takes(client):
             ask(client, **SIZES, hardware=machine["name"], dtype=dtype)
     for mixer in about["mixers"]:
         assert ask(client, **SIZES, pattern=mixer["letter"])["models"]["own"]["letters"] == 8 * mixer["letter"]
+
+
+def test_fitted_times_have_their_error_or_a_reason(client):
+    def texts(**body):
+        return {x["what"]: x["text"] for x in ask(client, preset="kimi-linear-48b", **body)["models"]["own"]["fitted"]}
+
+    shown = texts(hardware="h200", context=8192, batch=1)
+    for x in estimate_times(read_model("kimi-linear-48b"), HARDWARE["h200"], 1, 8192):
+        assert shown[x.what] == f"{show_seconds(x.seconds)} (± {x.largest_error:.0%})"
+    assert all(x.endswith("(extrapolated)") for x in texts(hardware="h200", context=2**24).values())
+    assert all(x.startswith("no measurement on this machine") for x in texts(hardware="b200").values())
 
 
 REFUSED = {

@@ -9,10 +9,12 @@ from lineate.models.presets import PRESETS
 from lineate.planning import (
     DTYPES,
     HARDWARE,
+    Estimate,
     Hardware,
     MemoryPlan,
     Model,
     crossover,
+    estimate_times,
     from_numbers,
     largest_batch,
     longest_context,
@@ -163,8 +165,20 @@ def _numbers(asked: PlanRequest, plan: MemoryPlan) -> dict[str, Any]:
         "times": [
             {"what": x.what, "seconds": x.seconds, "text": show_seconds(x.seconds), "limit": x.limit} for x in times
         ],
+        "fitted": [
+            {"what": x.what, "seconds": x.seconds, "text": _fitted(x)}
+            for x in estimate_times(plan, asked.hardware, batch, context)
+        ],
         "curve_bytes": [plan.total(batch, tokens) for tokens in CURVE],
     }
+
+
+def _fitted(x: Estimate) -> str:
+    """Return a fitted time with its error, or why there is none."""
+    if x.seconds is None:
+        return str(x.why_not)
+    known = "extrapolated" if x.outside else f"± {x.largest_error:.0%}"
+    return f"{show_seconds(x.seconds)} ({known})"
 
 
 def _bytes(count: int) -> dict[str, Any]:

@@ -161,6 +161,7 @@ export class PlanView {
       cell(`Largest batch, ${tokens(result.context)} tokens`, (one) => one.largest_batch.toLocaleString()),
       cell("Tokens/s of that batch, at most", (one) => one.rates.map((x) => `${x.text}${x.what}`).join("; ") || "no sequence fits"),
       ...models[0].times.map((x) => cell(`${x.what[0].toUpperCase()}${x.what.slice(1)}, batch ${result.batch}, at least`, time(x.what))),
+      ...models[0].fitted.map((x, i) => cell(`${x.what[0].toUpperCase()}${x.what.slice(1)}, batch ${result.batch}, by lineate, fitted`, (one) => one.fitted[i].text)),
     );
   }
 
