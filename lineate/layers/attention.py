@@ -13,7 +13,7 @@ from lineate.layers.norm import RMSNorm
 from lineate.layers.projection import project, project_out
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rope import Turn, rotate, turns
-from lineate.layers.softmax import attend, attend_new
+from lineate.layers.softmax import attend, attend_new, runs_kernels
 from lineate.layers.split_attention import attend_segment
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 from lineate.parallel.context.segments import Bounds, Context, segment_of
@@ -120,7 +120,11 @@ class GatedAttention(nn.Module):
             state = state.append(new) if cu_seqlens is None else state.append_packed(new, cu_seqlens)
             output = attend(q, state, "keys", "values", scale, cu_seqlens)
         output = output.flatten(2)
-        if self.gated:
+        if self.gated and runs_kernels(output, gate):
+            from lineate.kernels.layers.around_attention import gated  # triton, at its first use
+
+            output = gated(output, gate)
+        elif self.gated:
             output = output * elementwise(torch.sigmoid, gate)
         return project_out(self.out_proj, output, self.ranks), state
 

@@ -177,7 +177,12 @@ class LatentAttention(nn.Module):
         """Return keys and values of all heads, from `rows n 1 rank+rope`."""
         made = project(self.up_proj, cached[:, :, 0, : self.rank]).unflatten(-1, (self.heads, -1))
         keys, values = made.split((self.nope_dim, self.value_dim), -1)
-        return torch.cat((keys, cached[..., self.rank :].expand(-1, -1, self.heads, -1)), -1), values
+        shared = cached[..., self.rank :]
+        if self.rope_dim and runs_kernels(keys, shared):
+            from lineate.kernels.layers.around_attention import keys_of  # triton, at its first use
+
+            return keys_of(keys, shared), values
+        return torch.cat((keys, shared.expand(-1, -1, self.heads, -1)), -1), values
 
     def _expanded(self, q: Tensor, state: TokenCache, cu_seqlens: Tensor | None) -> Tensor:
         keys, values = self._expand(state["latent"])

@@ -107,6 +107,10 @@ class Block(nn.Module):
         x = self._added(x, self.mixer_norm(y) if self.norm_after else y)
         if self.feed is None or self.feed_norm is None:
             return x, kept
+        if type(self.feed) is MixtureOfExperts and self._in_steps and self.ranks is None and runs_steps(x):
+            fed = feed_step(self.feed_norm, self.feed, x.flatten(0, 1)[:, None])
+            if fed is not None:
+                return fed.view_as(x), kept
         y = self._left(self.feed(self._entered(x if self.norm_after else self.feed_norm(x))))
         return self._added(x, self.feed_norm(y) if self.norm_after else y), kept
 

@@ -162,7 +162,7 @@ def test_what_routing_supports():
 def test_groups_hold_every_pair_once(path, rows, width, count, size):
     generator = torch.Generator().manual_seed(rows)
     chosen = torch.randint(0, count, (rows, width), generator=generator, dtype=torch.int32).to(path.device)
-    blocks, members, kept = grouping.group(chosen, count, size)
+    blocks, members, kept, _ = grouping.group(chosen, count, size)
     flat, members = chosen.flatten().cpu(), members.cpu()
     assert kept == size and len(blocks) == grouping.most_blocks(rows * width, count, size)
     used = [e for e in blocks.tolist() if e >= 0]
@@ -234,6 +234,32 @@ def test_tiles_that_do_not_divide_the_sizes(path, swap, alone):
         gate, up = (first.double() @ x[t].double()).chunk(2)
         expected.append(second.double() @ (F.silu(gate) * up))
     assert_near(found, torch.stack(expected), path.dtype)
+
+
+@pytest.mark.parametrize("path", [param(INTERPRETER)])
+def test_blocks_by_descriptors(path, monkeypatch):
+    """What lies between the products is in the order of the blocks; the experts come in two slices."""
+    monkeypatch.setattr(experts, "LEAVE", {"BN": 16, "BK": 16, "STAGES": 2})
+    layer = layer_of(path, 48, 32)
+    _, made = parts_of(layer)
+    x, generator = draw(path, 30, 48), torch.Generator().manual_seed(1)
+    chosen = torch.rand(30, COUNT, generator=generator).topk(3).indices.int()
+    chosen[chosen == 4] = 5
+    groups = grouping.group(chosen, COUNT, 16, placed=True)
+    assert torch.equal(groups.members.flatten()[groups.places], torch.arange(90, dtype=torch.int32))
+    tile = mixture.tile(16, 32, 32, 4, 3)
+    plainly = x.new_empty(90, 32), x.new_empty(90, 48)
+    experts.multiply(x, experts.Weights(made.gate_up, None, "swiglu"), groups, plainly[0], every=3, tile=tile)
+    experts.multiply(plainly[0], experts.Weights(made.down, None, None), groups, plainly[1], every=1, tile=tile)
+    count = groups.blocks.numel() * 16
+    hidden, found = x.new_full((count, 32), torch.nan), x.new_full((count, 48), torch.nan)
+    weights = experts.Weights(made.gate_up, None, "swiglu")
+    experts.multiply(x, weights, groups, hidden, every=3, tile=tile, placed=True)
+    for begin in (0, 6):
+        experts.leave(hidden, made.down[begin : begin + 6], groups, found, begin)
+    places = groups.places.long()
+    assert torch.equal(hidden[places], plainly[0])
+    assert_near(found[places], plainly[1].double(), path.dtype)
 
 
 @pytest.mark.parametrize("path", ONE_EACH)

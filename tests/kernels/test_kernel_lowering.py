@@ -98,7 +98,10 @@ def steps() -> Iterator[Case]:
 def experts() -> Iterator[Case]:
     """Yield mixtures of experts; rows alone, grouped, and in larger blocks."""
     overlap = cycle((True, False))
-    for dtype, rows, scores in (("bfloat16", 1, "softmax"), ("float16", 9, "sigmoid"), ("bfloat16", 300, "softmax")):
+    for dtype, rows, scores in (
+        *(("bfloat16", 1, "softmax"), ("float16", 9, "sigmoid"), ("bfloat16", 300, "softmax")),
+        ("bfloat16", 700, "sigmoid"),
+    ):
         yield Case(90, "experts", dict(dtype=dtype, rows=rows, scores=scores, overlap=next(overlap)))
     yield Case(80, "experts", dict(dtype="float32", rows=9, scores="softmax", overlap=False))
     for form, rows, scores in (("int8", 1, "softmax"), ("int4", 20, "sigmoid"), ("fp8", 700, "softmax")):

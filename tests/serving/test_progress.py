@@ -45,9 +45,23 @@ def test_lines_come_at_the_period_with_the_rate_and_the_time_left(log):
     assert not progress.reads
     assert log.messages == [
         "request 7: read 300000 of 1000000 tokens, 10000 tokens/s, about 70 s left",
-        "request 7: read 320000 of 1000000 tokens, 4000 tokens/s, about 170 s left",  # of the last 5 s
+        "request 7: read 320000 of 1000000 tokens, 4000 tokens/s, about 362 s left",  # of the last 5 s
         "request 7: read 800000 tokens in 120.0 s, 6667 tokens/s",
     ]
+
+
+@pytest.mark.parametrize("growth", [0.0, 1e-10])
+def test_the_time_left_follows_the_growth_of_attention(log, growth):
+    """Token n takes 20 us and 2 growth n: the second line tells exactly how long the others take."""
+    progress = ReadingProgress(1, 1_000_000)
+    progress.begin(0, 0.0)
+    seconds = [2e-5 * n + growth * n * n for n in range(0, 1_000_001, 1000)]
+    for n, now in enumerate(seconds[1:-1], 1):
+        progress.note(1000 * n, now)
+    for line in log.messages[1:]:
+        tokens, left = int(line.split(" of ")[0].split()[-1]), float(line.split(" about ")[1].split()[0])
+        assert abs(left - (seconds[-1] - seconds[tokens // 1000])) < 1
+    assert len(log.messages) > 2
 
 
 def test_a_clock_that_stands_still_gives_no_lines(log):

@@ -16,6 +16,7 @@ from lineate import plans
 from lineate.call import Inputs
 from lineate.kernels import launching, pipeline
 from lineate.kernels.layers import (
+    around_attention,
     cached,
     grouping,
     latent,
@@ -235,6 +236,9 @@ def step(name: str, dtype: str, rows: int, overlap: bool) -> None:
                 sums, logs = (found, empty(rows, heads, 300)), empty(rows, heads, 300)
                 squares.join(sums, sums, kept)
                 squares.join((kept.transpose(1, 2), logs), sums, empty(rows, 200, heads, size, dtype=dtype), 50)
+                own, shared = empty(rows, 20, heads, size, dtype=dtype), empty(rows, 20, 1, 24, dtype=dtype)
+                around_attention.keys_of(own, shared)
+                around_attention.gated(own.flatten(2), own.flatten(2))
         elif name == "place":
             q, k, v = (empty(rows, 1, heads, 128, dtype=dtype) for heads in (8, 2, 2))
             caches = [empty(rows, 500, 2, 128, dtype=dtype) for _ in range(2)]

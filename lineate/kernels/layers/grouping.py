@@ -36,11 +36,13 @@ class Groups(NamedTuple):
         members: `count size`, undefined where there is no block; None: block b has pair b alone, and blocks are the
             chosen experts of the pairs.
         size: The most pairs of a block.
+        places: The position of each pair in members; None: it was not asked for.
     """
 
     blocks: Tensor
     members: Tensor | None
     size: int
+    places: Tensor | None = None
 
 
 @triton.jit(do_not_specialize=["pairs", "size"])
@@ -118,19 +120,21 @@ def most_blocks(pairs: int, experts: int, size: int) -> int:
     return used + (pairs - used) // size
 
 
-def group(chosen: Tensor, experts: int, size: int) -> Groups:
+def group(chosen: Tensor, experts: int, size: int, placed: bool = False) -> Groups:
     """Return the pairs of chosen `rows width`, int32, in blocks of up to `size`; pair i is chosen.flatten()[i].
 
     Args:
         chosen: Experts below `experts`, dense.
         experts: How many there are.
         size: The most pairs of a block, a power of two from 2 on.
+        placed: Whether the result has the places of the pairs.
     """
     count = most_blocks(chosen.numel(), experts, size)
     blocks = torch.empty(count, dtype=torch.int32, device=chosen.device)
     members = torch.empty(count, size, dtype=torch.int32, device=chosen.device)
-    _place(chosen, experts, size, (blocks, members, None, None))
-    return Groups(blocks, members, size)
+    places = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device) if placed else None
+    _place(chosen, experts, size, (blocks, members, places, None))
+    return Groups(blocks, members, size, places)
 
 
 def sort(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:

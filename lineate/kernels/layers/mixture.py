@@ -160,8 +160,8 @@ def mix(
             rounded=torch.float32 if router.routing.sigmoid else tokens.dtype,
             shared=shared is not None or made.shared is not None, named=made.shared is not None,
         )  # fmt: skip
-        parts = products(tokens, chosen, made)
-        experts.add(parts, weights, y, shared=shared, residual=residual)
+        parts, places = products(tokens, chosen, made)
+        experts.add(parts, weights, y, places=places, shared=shared, residual=residual)
 
     weights = made.gate_up, made.down, *(made.shared or ())
     given = (tokens, *router[:3], *(x for weight in weights for x in _tensors(weight)), shared, residual)
@@ -173,8 +173,10 @@ def _tensors(weight: Weight) -> tuple[Tensor, ...]:
     return (weight.codes, weight.scales) if isinstance(weight, Codes) else (weight,)
 
 
-def products(tokens: Tensor, chosen: Tensor, made: Experts, tiles: Tiles | None = None) -> Tensor:
+def products(tokens: Tensor, chosen: Tensor, made: Experts, tiles: Tiles | None = None) -> tuple[Tensor, Tensor | None]:
     """Return the outputs of the chosen experts, `rows width k`; the last column of chosen may be the shared one.
+
+    If there are places, one for each pair, the outputs are `places k` instead.
 
     Args:
         tokens: `rows k`, dense.
@@ -184,16 +186,19 @@ def products(tokens: Tensor, chosen: Tensor, made: Experts, tiles: Tiles | None 
     """
     (rows, k), width, coded = tokens.shape, chosen.shape[1], isinstance(made.gate_up, Codes)
     if coded and rows <= _most_coded(tokens):
-        return _coded_products(tokens, chosen, made)
+        return _coded_products(tokens, chosen, made), None
     count = _tensors(made.gate_up)[0].shape[0]
     n = made.down.columns if isinstance(made.down, Codes) else made.down.shape[2]
     if tiles is None:
         tiles = tiles_of(tokens, count, n, width)
-    groups = (
-        Groups(chosen.view(-1), None, 1)
-        if rows <= ALONE
-        else group(chosen, count + (made.shared is not None), tiles.enter["BM"])
-    )
+    size, described = tiles.enter["BM"], False
+    if rows <= ALONE:
+        groups = Groups(chosen.view(-1), None, 1)
+    else:
+        described = made.shared is None and experts.leaves_by_descriptors(tokens, (k, n), size)
+        groups = group(chosen, count + (made.shared is not None), size, described)
+    if described:
+        return _placed_products(tokens, made, groups, tiles, width)
     hidden = tokens.new_empty(rows * width, n)
     few = torch.float32 if rows <= FEW else tokens.dtype  # more rows would write as much as they read
     parts = tokens.new_empty(rows * width, k, dtype=few)
@@ -204,7 +209,22 @@ def products(tokens: Tensor, chosen: Tensor, made: Experts, tiles: Tiles | None 
     for weight, begin in _slices(made.down, tokens.dtype):
         weights = Weights(weight, own[1], None, begin)  # type: ignore[arg-type]
         experts.multiply(hidden, weights, groups, parts, every=1, tile=tiles.leave)
-    return parts.view(rows, width, k)
+    return parts.view(rows, width, k), None
+
+
+def _placed_products(
+    tokens: Tensor, made: Experts, groups: Groups, tiles: Tiles, width: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return the outputs of all places `places k`, and the place of each pair."""
+    places = groups.blocks.numel() * groups.size
+    n = made.down.columns if isinstance(made.down, Codes) else made.down.shape[2]
+    hidden, parts = tokens.new_empty(places, n), tokens.new_empty(places, tokens.shape[1])
+    for weight, begin in _slices(made.gate_up, tokens.dtype):
+        weights = Weights(weight, None, made.kind, begin)
+        experts.multiply(tokens, weights, groups, hidden, every=width, tile=tiles.enter, placed=True)
+    for weight, begin in _slices(made.down, tokens.dtype):
+        experts.leave(hidden, weight, groups, parts, begin)
+    return parts, groups.places
 
 
 def _slices(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:

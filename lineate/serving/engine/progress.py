@@ -57,11 +57,26 @@ class ReadingProgress:
         seconds, rate = _since(self._told or self._begun, tokens, now)
         if seconds < PERIOD:
             return
+        left = self._left(tokens, now)
         self._told = now, tokens
         LOG.info(
             "request %d: read %d of %d tokens, %.0f tokens/s, about %.0f s left",
-            self.number, tokens, self.total, rate, (self.total - tokens) / rate,
+            self.number, tokens, self.total, rate, left,
         )  # fmt: skip
+
+    def _left(self, tokens: int, now: float) -> float:
+        """Return about how many seconds the other tokens take: token n takes a + 2 b n, because attention reads more.
+
+        a and b are those of the time since the last line and of the time before it.
+        """
+        assert self._begun is not None
+        last = self._told or self._begun
+        rate, growth = _since(last, tokens, now)[1], 0.0
+        if last[1] > self._begun[1]:
+            before = _since(self._begun, last[1], last[0])[1]
+            growth = max(0.0, (1 / rate - 1 / before) / (tokens - self._begun[1]))
+            growth = min(growth, 1 / rate / (tokens + last[1]))  # a is not negative
+        return (self.total - tokens) * (1 / rate + growth * (self.total - last[1]))
 
 
 def _since(before: tuple[float, int], tokens: int, now: float) -> tuple[float, float]:
