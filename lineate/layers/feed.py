@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lineate import checks
 from lineate.layers.gpu import coded, kernel_weight, kernels_for, uncoded
+from lineate.layers.norm import RMSNorm
 from lineate.layers.projection import is_bare, project
 from lineate.native import experts as experts_in_c
 from lineate.native import layers as native
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 GATHERED = 16
 """Up to this many pairs of token and expert, a GPU copies the weights of each: fewer launches than sorting."""
+WIDEST_NORM = 8192
+"""The most channels of a norm that the router's launch computes: every program of it reads the row."""
 ALL_EXPERTS = 64
 """Up to this many tokens, a GPU without a grouped product for the dtype runs all experts, which needs no counts."""
 
@@ -167,6 +170,10 @@ class MixtureOfExperts(nn.Module):
         y = self._run_in_place(tokens, x)
         return x + self.run_in_torch(tokens) if y is None else y
 
+    def after(self, norm: RMSNorm, x: Tensor) -> Tensor | None:
+        """Return self(norm(x)) of one row x `1 hidden` on a GPU, the norm in the first launch; None if it cannot be."""
+        return self._run_in_place(x, norm=norm) if x.shape[1] <= WIDEST_NORM else None
+
     def run_in_torch(self, tokens: Tensor) -> Tensor:
         """Return the layer's output for tokens `n hidden`, with gradients if they are wanted."""
         weights, chosen = self.route(tokens)
@@ -181,10 +188,12 @@ class MixtureOfExperts(nn.Module):
         """Whether no method is overridden, in a subclass or on this module, that kernels and C would skip."""
         return type(self) is MixtureOfExperts and _METHODS.isdisjoint(vars(self))
 
-    def _run_in_place(self, tokens: Tensor, residual: Tensor | None = None) -> Tensor | None:
+    def _run_in_place(
+        self, tokens: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None
+    ) -> Tensor | None:
         """Return the layer's output by kernels that read the weights in place; None if they do not take this call.
 
-        residual: what is added to it.
+        residual: what is added to it. norm: of the tokens, one row.
         """
         if not self._runs_own_code or kernels_for(tokens) is None or not is_eager(tokens):
             return None
@@ -205,8 +214,11 @@ class MixtureOfExperts(nn.Module):
         router = mixture.Router(self.router.weight, self.router_bias, gate, how)
         if not mixture.serves(tokens, router, made):
             return None
+        if norm is not None and self.shared is not None and not own:
+            return None
         shared = None if self.shared is None or own else self.shared(tokens)
-        return mixture.mix(tokens, router, made, shared, residual)
+        around = None if norm is None else (norm.weight, norm.eps, norm.zero_centred)
+        return mixture.mix(tokens, router, made, shared, residual, around)
 
     def _shared_weights(self) -> "tuple[Tensor | Codes, Tensor | Codes] | None":
         """Return the weights of a shared expert that is like the others, if calling it only multiplies."""

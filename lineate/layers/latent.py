@@ -148,19 +148,28 @@ class LatentAttention(nn.Module):
             from lineate.kernels.layers.pieces import serves_piece  # triton, at its first use
 
             if cu_seqlens is None and self.reads_own_length(t):
-                return self._absorbed(q, state, None)
+                return self.absorbed(*self._parts(q), state, None)
             if cu_seqlens is None and isinstance(state.lengths, int) and takes_square(q, cached, self.value_dim):
                 return attend_long(q, lambda begin, end: self._expand(cached[:, begin:end]), state.lengths, self.scale)
             if serves_piece(q, cached, self.nope_dim, self.value_dim, self.rope_dim):
                 return attend_blocks(q, self._blocks(cached), state, self.scale, cu_seqlens)
         few = 4 * t < state.n and (t <= MOST_ABSORBED or not q.is_cuda)
-        return (self._absorbed if t == 1 or few else self._expanded)(q, state, cu_seqlens)
+        if t == 1 or few:
+            return self.absorbed(*self._parts(q), state, cu_seqlens)
+        return self._expanded(q, state, cu_seqlens)
 
     def _leave(self, output: Tensor, gate: Tensor) -> Tensor:
-        """Return out_proj of the output `b t heads v`, multiplied by its gate if there is one."""
+        return project(self.out_proj, self.opened(output, gate))
+
+    def opened(self, output: Tensor, gate: Tensor) -> Tensor:
+        """Return the output `b t heads v`, multiplied by its gate if there is one, as out_proj reads it."""
         if self.gate is not None:
             output = output * elementwise(torch.sigmoid, gate).unflatten(-1, (self.heads, -1))
-        return project(self.out_proj, output.flatten(2))
+        return output.flatten(2)
+
+    def _parts(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the channels of queries that meet keys from the latent vector, and those that all heads share."""
+        return q[..., : self.nope_dim], q[..., self.nope_dim :]
 
     def cuts(self) -> dict[str, Cut]:
         """Return how the parameters are shared out among ranks, by heads; the latent vector is whole on each."""
@@ -189,11 +198,12 @@ class LatentAttention(nn.Module):
         expanded = TokenCache({"keys": keys, "values": values}, state.lengths)
         return attend(q, expanded, "keys", "values", self.scale, cu_seqlens)
 
-    def _absorbed(self, q: Tensor, state: TokenCache, cu_seqlens: Tensor | None) -> Tensor:
+    def absorbed(self, q: Tensor, r: Tensor, state: TokenCache, cu_seqlens: Tensor | None) -> Tensor:
+        """Attend with q `b t heads nope` and r `b t heads rope` to the cache itself; return `b t heads value`."""
         up = self.up_proj.weight.unflatten(0, (self.heads, -1))  # heads nope+value rank
         to_keys, to_values = up.split((self.nope_dim, self.value_dim), 1)
-        inside = multiply_heads(q[..., : self.nope_dim], to_keys)  # b t heads rank
-        return multiply_heads(self._read_entries(inside, q[..., self.nope_dim :], state, cu_seqlens), to_values.mT)
+        inside = multiply_heads(q, to_keys)  # b t heads rank
+        return multiply_heads(self._read_entries(inside, r, state, cu_seqlens), to_values.mT)
 
     def _read_entries(self, q: Tensor, r: Tensor, state: TokenCache, cu_seqlens: Tensor | None) -> Tensor:
         """Attend with q `b t heads rank` and r `b t heads rope` to the cache itself; return `b t heads rank`."""

@@ -5,7 +5,16 @@ import torch
 
 from lineate.decoding.in_place import capture, read_in_place, state_in_place
 from lineate.layers import TokenCache
-from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig, ModelState
+from lineate.models import (
+    AttentionConfig,
+    ExpertsConfig,
+    FeedConfig,
+    HybridConfig,
+    HybridLM,
+    LatentConfig,
+    LinearConfig,
+    ModelState,
+)
 
 pytestmark = pytest.mark.gpu
 VOCAB = 97
@@ -17,6 +26,16 @@ CASES = {
     "odd sizes": HybridConfig(
         VOCAB, 72, 3, "AGK", linear=LinearConfig(3, 3, 20, 12, conv_size=3),
         attention=AttentionConfig(3, 3, 24, rotary_dim=0, qk_norm=None, gated=False, bias=True), feed=FeedConfig(100),
+    ),
+    "latent attention": HybridConfig(
+        VOCAB, 256, 4, "KMGM", linear=LinearConfig(2, 4, 64, 64, decay_rank=32, gate_rank=32), feed=FeedConfig(384),
+        latent=LatentConfig(4, rank=96, nope_dim=32, rope_dim=16, value_dim=32, rope_theta=1e4),
+        experts=ExpertsConfig(8, 3, 64, shared_size=64, shared_gate=True),
+    ),
+    "latent attention, no positions": HybridConfig(
+        VOCAB, 72, 2, "KM", linear=LinearConfig(2, 2, 20, 12), feed=FeedConfig(100),
+        latent=LatentConfig(3, rank=20, nope_dim=9, rope_dim=6, value_dim=11),
+        experts=ExpertsConfig(6, 2, 40, scores="sigmoid", shared_size=24),
     ),
     "without convolution": HybridConfig(
         VOCAB, 128, 2, "GA", linear=LinearConfig(1, 2, 32, 64, conv_size=0), feed=FeedConfig(256),

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineate.layers import MixtureOfExperts
+from lineate.layers import MixtureOfExperts, RMSNorm
+from lineate.layers.step.launches import feed_step
 from lineate.quantised import FORMATS, QuantisedWeight, quantize
 from tests.support.paths import BF16, GPU, INTERPRETER, ONE_EACH, PATHS, Path, param
 
@@ -211,6 +212,22 @@ def test_mixture_is_its_sum(path, kind, rows):
         assert torch.equal(mixture.mix(x, router, made, outside, 2 * x), 2 * x + found), "the sum is rounded before"
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("zero_centred", [False, True])
+@pytest.mark.parametrize("hidden", [72, 400])
+def test_a_norm_before_one_row(path, zero_centred, hidden):
+    """It is part of the router's launch, and has the bits of a norm by itself."""
+    layer = layer_of(path, hidden, 20, shared_size=20, shared_gate=True)
+    x, weight = draw(path, 1, hidden), draw(path, hidden, seed=1)
+    router, made = parts_of(layer)
+    around = weight, 1e-5, zero_centred
+    scores, normed = routing.score(x, router.weight, router.gate, norm=around, normed=(y := torch.empty_like(x))), y
+    wide = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5)
+    assert_near(normed, wide * (weight.double() + zero_centred), path.dtype)
+    assert torch.equal(scores, routing.score(normed, router.weight, router.gate))
+    assert torch.equal(mixture.mix(x, router, made, norm=around), mixture.mix(normed, router, made))
+
+
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("alone", [False, True])
@@ -348,6 +365,21 @@ def test_layer(path, rows, name, monkeypatch):
     layer.requires_grad_(True)
     layer(x).sum().backward()
     assert calls == [rows, rows], "torch runs under autocast, and where gradients are wanted"
+
+
+@pytest.mark.parametrize("path", [param(path) for path in GPU])
+@torch.no_grad()
+def test_a_step_of_one_row(path):
+    """x + layer(norm(x)), the norm in the router's launch; a shared expert of another size is not part of it."""
+    norm = RMSNorm(256, zero_centred=True).to(path.dtype).to(path.device)
+    norm.weight.copy_(draw(path, 256, seed=1))
+    x = draw(path, 1, 1, 256)
+    for size, inside in ((128, True), (96, False)):
+        layer = layer_of(path, 256, 128, shared_size=size)
+        found = feed_step(norm, layer, x)
+        assert (found is not None) == inside
+        if found is not None:
+            assert_near(found, x + layer(norm(x)), path.dtype)
 
 
 @pytest.mark.parametrize("path", [param(BF16)])

@@ -82,6 +82,43 @@ def test_lengths_beyond_the_cache_read_nothing_outside(path):
     assert torch.equal(found[:1], run(q, cache, 16, [30, 12])[:1])
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("heads", "rank", "shared"), [(4, 32, 16), (3, 20, 6), (2, 24, 0)])
+@pytest.mark.parametrize("turns", [True, False])
+def test_a_token_is_placed_into_the_cache(path, heads, rank, shared, turns):
+    """Its latent vector after its norm, and the shared channels of key and queries after their rotation."""
+    turns = turns and shared > 0
+    draw = torch.Generator().manual_seed(rank)
+    rows, n = 3, 7
+    y = torch.randn(rows, heads * (5 + shared) + rank + shared, generator=draw).to(path.dtype).to(path.device)
+    q, own, same = y.split((heads * (5 + shared), rank, shared), -1)
+    r = q.view(rows, 1, heads, -1)[..., 5:]
+    weight = torch.rand(rank, generator=draw).to(path.dtype).to(path.device)
+    room = torch.randn(rows, n + 2, 1, rank + shared, generator=draw).to(path.dtype).to(path.device)
+    before, cache = room.clone(), room[:, :n]
+    lengths = torch.tensor([0, 5, n], device=path.device)  # the last row has no room: nothing is written
+    frequencies = torch.rand(shared // 2, generator=draw)
+    turning = frequencies.to(path.device) if turns else None
+    found = latent.place(r, own, same, (weight, 1e-5, True), turning, lengths, cache)
+    angles = lengths.cpu()[:, None, None, None] * frequencies if turns else torch.zeros(())
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.double().cpu().chunk(2, -1)
+        cos, sin = angles.double().cos(), angles.double().sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    if shared:
+        assert error(found, turned(r)) < BUDGET[path.dtype]
+    x = own.double().cpu()
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * (1 + weight.double().cpu())
+    wanted = torch.cat((x, turned(same[:, None, None])[:, 0, 0]), -1)
+    for row, length in enumerate(lengths.tolist()):
+        if length < n:
+            assert error(room[row, length, 0], wanted[row]) < BUDGET[path.dtype]
+            before[row, length] = room[row, length]
+    assert torch.equal(room, before), "nothing else is written"
+
+
 def test_tiles_fit_the_shared_memory(monkeypatch):
     for room in (232448, 166912, 101376, 65536):
         monkeypatch.setattr(latent, "shared_memory", lambda device, room=room: room)

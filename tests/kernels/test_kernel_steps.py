@@ -50,6 +50,22 @@ def test_norm_product_and_residual(path, n, k, zero_centred):
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("n", "k"), [(7, 20), (70, 128), (300, 64)])
+def test_two_products_in_one_launch(path, n, k):
+    draw = drawer(path, n)
+    both = draw(1, 2 * k + 3)  # as columns of one projection
+    x, _, other = both.split((k, 3, k), -1)
+    weight, second = (draw(n, k, scale=k**-0.5) for _ in range(2))
+    assert products.serves_pair(x, weight, other, second)
+    for found, given, own in zip(
+        products.product_pair(x, weight, other, second), (x, other), (weight, second), strict=True
+    ):
+        assert_near(found, given.double() @ own.double().T, path)
+    assert not products.serves_pair(x, weight, other, second[:-1])
+    assert not products.serves_pair(draw(2, k), weight, draw(2, k), second)
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("n", "k"), [(7, 20), (70, 130), (33, 2048), (9, 270)])
 def test_gated_product(path, n, k):
     draw = drawer(path, n)

@@ -10,13 +10,14 @@ from lineate.layers import (
     GatedDeltaNet,
     GatedLinearAttention,
     KimiDeltaAttention,
+    LatentAttention,
     LinearAttention,
     Mamba2,
     Memory,
     RMSNorm,
     SwiGLU,
 )
-from lineate.layers.state import CacheInPlace
+from lineate.layers.state import CacheInPlace, TokenCache
 from lineate.layers.step.launches import feed_step, mix_step
 from tests.support.cases import interpreted
 
@@ -98,11 +99,17 @@ def test_norms_of_others():
     assert feed_step(nn.RMSNorm(HIDDEN), feed, x) is None
 
 
+def latent(theta: float | None = 100.0, gate: str | None = None) -> LatentAttention:
+    return LatentAttention(
+        HIDDEN, 2, rank=12, nope_dim=7, rope_dim=6, value_dim=10, rope_theta=theta, norm_eps=1e-5, gate=gate
+    )
+
+
 def make(kind: type) -> tuple[nn.Module, Memory | CacheInPlace]:
     """Return a mixer and its state, which may be overwritten, of one row with 3 tokens."""
-    mixer = kind(HIDDEN, 2)
+    mixer = latent() if kind is LatentAttention else kind(HIDDEN, 2)
     _, state = mixer(torch.randn(1, 3, HIDDEN))
-    if kind is not GatedAttention:
+    if kind not in (GatedAttention, LatentAttention):
         return mixer, Memory(
             {name: x.clone(memory_format=torch.contiguous_format) for name, x in state.tensors.items()}, owned=True
         )
@@ -114,7 +121,8 @@ def make(kind: type) -> tuple[nn.Module, Memory | CacheInPlace]:
 @pytest.mark.parametrize("change", [None, *CHANGES])
 @pytest.mark.parametrize("name", ["in_proj", "out_proj"])
 @pytest.mark.parametrize(
-    "kind", [GatedDeltaNet, KimiDeltaAttention, DeltaNet, GatedLinearAttention, Mamba2, GatedAttention]
+    "kind",
+    [GatedDeltaNet, KimiDeltaAttention, DeltaNet, GatedLinearAttention, Mamba2, GatedAttention, LatentAttention],
 )
 @torch.no_grad()
 def test_mixers(kind, name, change):
@@ -194,6 +202,27 @@ def test_steps_of_other_rules(case, rows, narrow):
         within = {"rtol": 1e-2, "atol": 1e-2} if narrow and name == "memory" else {"rtol": 1e-4, "atol": 1e-5}
         torch.testing.assert_close(found.state[name], wanted, **within)
         assert found.state[name].data_ptr() == tensors[name].data_ptr()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("theta", "gate"), [(None, None), (100.0, None), (None, "head"), (100.0, "channel")])
+@torch.no_grad()
+def test_latent_attention(theta, gate, rows):
+    """The entry of every row is written at its own length, and read by its query."""
+    torch.manual_seed(0)
+    norm, x, mixer = RMSNorm(HIDDEN), torch.randn(rows, 1, HIDDEN), latent(theta, gate)
+    mixer.latent_norm.weight.normal_()
+    seen = torch.tensor([3, 1, 5])[:rows]
+    _, state = mixer(torch.randn(rows, 5, HIDDEN))
+    before = TokenCache({"latent": state["latent"]}, seen)
+    expected, after = mixer(norm(x), before)
+    room = torch.cat((state["latent"], torch.zeros(rows, 4, 1, 18)), 1)
+    found = mix_step(norm, mixer, x, CacheInPlace({"latent": room}, 9, 1, (seen, seen + 1), {}), RMSNorm(HIDDEN))
+    assert found is not None and torch.equal(found.state.lengths, seen + 1)
+    torch.testing.assert_close(found.x, x + expected, rtol=1e-4, atol=1e-5)
+    for row, n in enumerate(seen.tolist()):
+        torch.testing.assert_close(room[row, : n + 1], after["latent"][row, : n + 1], rtol=1e-4, atol=1e-5)
+        assert torch.equal(room[row, :n], state["latent"][row, :n])
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from lineate.kernels.layers import (
     token,
 )  # fmt: skip
 from lineate.kernels.memories.lact_features import features
-from lineate.layers import MixtureOfExperts
+from lineate.layers import MixtureOfExperts, RMSNorm
 from lineate.memory.lact import lact, lact_state
 from lineate.memory.titans.op import titans, titans_state
 from lineate.memory.ttt import ttt
@@ -201,6 +201,8 @@ def step(name: str, dtype: str, rows: int, overlap: bool) -> None:
             products.product_one(x, weight, norm=norm, convolution=convolution)
             products.product_one(x, weight, empty(n, dtype=dtype), residual=empty(1, n, dtype=dtype))
             products.product_one(x, weight, norm=norm, gated=True)
+            low = empty(1, 128, dtype=dtype), empty(n, 128, dtype=dtype)
+            products.product_pair(*low, *low)
         elif name == "product" and products.serves_few(x, weight):
             products.product_few(x, weight, convolution=convolution)
             products.product_few(x, weight, gated=True)
@@ -220,6 +222,10 @@ def step(name: str, dtype: str, rows: int, overlap: bool) -> None:
                 q, r = empty(rows, t, 32, rank, dtype=dtype), empty(rows, t, 32, shared, dtype=dtype)
                 cache, lengths = empty(rows, 500, 1, rank + shared, dtype=dtype), empty(rows, dtype="int64")
                 latent.latent_attention(q, r, cache, lengths, 0.1)
+                for turning in (None, empty(shared // 2)) if shared else (None,):
+                    own, width = empty(rows, rank + shared, dtype=dtype), empty(rank, dtype=dtype)
+                    parts = own.split((rank, shared), -1)
+                    latent.place(r[:, :1], *parts, (width, 1e-6, False), turning, lengths, cache)
         elif name == "piece":
             for key, value, shared in ((128, 128, 64), (256, 256, 0), (9, 7, 4)):
                 q, n = empty(rows, 300, 4, key + shared, dtype=dtype), 500
@@ -312,6 +318,8 @@ def experts(dtype: str, rows: int, scores: str, overlap: bool, form: str | None 
     with launching.overlapping() if overlap else nullcontext(), in_kernels:
         if form is None:
             layer(x)
+            if rows == 1:
+                layer.after(RMSNorm(256).requires_grad_(False), x)
         else:
             weights = (codes_of(form, *y.shape) for y in (layer.experts_gate_up, layer.experts_down))
             how = routing.Routing(4, scores == "sigmoid", **groups)

@@ -7,6 +7,7 @@ multiplied by the half of the up-projection that makes keys, r its part for the 
 loaded once and serves all queries of a program, both for the scores and for the sums.
 
 A row's entries are cut into parts of whole tiles (parts.py), and one program reads one part for one tile of queries.
+In a decoding step one launch writes the entry of the new token, (RMSNorm(c), p), p and r after their rotation.
 """
 
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lineate.kernels.launching import ceil_div, next_power, overlap_options, shared_memory, start
 from lineate.kernels.layers.ops import KERNEL_DTYPES, strides_of
 from lineate.kernels.layers.parts import join, part_size, parts_of
+from lineate.kernels.layers.products import Norm
+from lineate.kernels.layers.token import entered
 
 MOST_TOKENS = 48
 """The most new tokens of a row; more are faster with keys and values of each head (pieces.py)."""
@@ -117,6 +120,73 @@ def read_latent_parts(
     tl.store(peaks + at, peak, mask=there)
     tl.store(totals + at, total, mask=there)
     tl.store(sums + at[:, None] * RANK + d[None, :], acc, mask=there[:, None] & (d < RANK)[None, :])
+
+
+@triton.jit(do_not_specialize=["r_row", "r_head", "latent_row", "shared_row", "cache_row", "cache_token", "capacity"])
+def place_entry(
+    r, latent, shared, norm, frequencies, lengths, cache, y, eps,
+    r_row, r_head, latent_row, shared_row, cache_row, cache_token, capacity,
+    HEADS: tl.constexpr, RANK: tl.constexpr, SHARED: tl.constexpr, HALF: tl.constexpr, BR: tl.constexpr,
+    BS: tl.constexpr, SHIFT: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One row's entry into the cache or, with HALF, one of its HEADS r `SHARED` after its rotation into y."""
+    UNITS: tl.constexpr = HEADS + 1 if HALF else 1
+    unit = tl.program_id(0) % UNITS
+    row = (tl.program_id(0) // UNITS).to(tl.int64)
+    d = tl.arange(0, BR)
+    e = tl.arange(0, BS)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = tl.load(lengths + row)  # this token's position
+    there = (at >= 0) & (at < capacity)
+    if unit == 0:
+        entry = cache + row * cache_row + at * cache_token
+        own = entered(latent + row * latent_row, norm, frequencies, at, eps, RANK, 0, BR, SHIFT, cache.dtype.element_ty)
+        tl.store(entry + d, own, mask=(d < RANK) & there)
+        if SHARED:
+            source = shared + row * shared_row
+            same = entered(source, None, frequencies, at, eps, SHARED, HALF, BS, 0.0, cache.dtype.element_ty)
+            tl.store(entry + RANK + e, same, mask=(e < SHARED) & there)
+    elif HALF:
+        source = r + row * r_row + (unit - 1) * r_head
+        turned = entered(source, None, frequencies, at, eps, SHARED, HALF, BS, 0.0, y.dtype.element_ty)
+        tl.store(y + (row * HEADS + unit - 1) * SHARED + e, turned, mask=e < SHARED)
+
+
+def place(
+    r: Tensor,
+    latent: Tensor,
+    shared: Tensor,
+    norm: Norm,
+    frequencies: Tensor | None,
+    lengths: Tensor,
+    cache: Tensor,
+) -> Tensor:
+    """Write the entry of one token per row into the cache, and return r after its rotation, `rows 1 heads shared`.
+
+    Args:
+        r: Queries for the shared channels, `rows 1 heads shared`.
+        latent: Latent vectors before their norm, `rows rank`.
+        shared: Shared channels before their rotation, `rows shared`.
+        norm: Of the latent vectors.
+        frequencies: The angles by which pairs of channels rotate per token, float32 `shared/2`; None: no rotation.
+        lengths: The number of tokens of each row, without this one, int64 `rows`.
+        cache: The cache `rows n 1 rank+shared`, which is written.
+    """
+    rows, _, heads, size = r.shape
+    rank = latent.shape[1]
+    y = r if frequencies is None else torch.empty(rows, 1, heads, size, dtype=r.dtype, device=r.device)
+    weight, eps, zero_centred = norm
+    with torch.cuda.device_of(r):
+        start(place_entry, (rows if frequencies is None else rows * (heads + 1),))(
+            r, latent, shared, weight, frequencies, lengths, cache, y, eps,
+            r.stride(0), r.stride(2), latent.stride(0), shared.stride(0), cache.stride(0), cache.stride(1),
+            cache.shape[1], HEADS=heads, RANK=rank, SHARED=size, HALF=0 if frequencies is None else len(frequencies),
+            BR=next_power(rank), BS=next_power(size) if size else 1, SHIFT=float(zero_centred),
+            num_warps=max(1, min(4, next_power(rank) // 256)), **overlap_options(r.device),
+        )  # fmt: skip
+    return y
 
 
 def tiles_of(device: torch.device, dtype: torch.dtype, queries: int, width: int) -> Tiles:

@@ -24,6 +24,7 @@ from lineate.kernels.layers import experts, quantised_products
 from lineate.kernels.layers.experts import Weights
 from lineate.kernels.layers.grouping import Groups, group, sort
 from lineate.kernels.layers.ops import KERNEL_DTYPES
+from lineate.kernels.layers.products import Norm
 from lineate.kernels.layers.quantised_products import Codes
 from lineate.kernels.layers.routing import FEW, Routing, choose, fits, score
 from lineate.kernels.tape import launch
@@ -138,7 +139,12 @@ def _most_coded(tokens: Tensor) -> int:
 
 
 def mix(
-    tokens: Tensor, router: Router, made: Experts, shared: Tensor | None = None, residual: Tensor | None = None
+    tokens: Tensor,
+    router: Router,
+    made: Experts,
+    shared: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm: Norm | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts and the shared one, `rows k`, where `serves`.
 
@@ -148,24 +154,27 @@ def mix(
         made: Their weights.
         shared: The output of a shared expert that `made` does not have, `rows k`, before its gate.
         residual: `rows k`, which is added to the sum.
+        norm: An RMSNorm of the tokens, for one row and no `shared`: its result goes to the router and the experts.
     """
     tokens = tokens.contiguous()
     y = torch.empty_like(tokens)
     shared, residual = (None if x is None else x.contiguous() for x in (shared, residual))
 
     def run() -> None:
-        logits = score(tokens, router.weight, router.gate)
+        normed = tokens if norm is None else torch.empty_like(tokens)
+        logits = score(tokens, router.weight, router.gate, norm=norm, normed=None if norm is None else normed)
         weights, chosen = choose(
             logits, router.bias, router.routing, experts=router.weight.shape[0],
             rounded=torch.float32 if router.routing.sigmoid else tokens.dtype,
             shared=shared is not None or made.shared is not None, named=made.shared is not None,
         )  # fmt: skip
-        parts, places = products(tokens, chosen, made)
+        parts, places = products(normed, chosen, made)
         experts.add(parts, weights, y, places=places, shared=shared, residual=residual)
 
     weights = made.gate_up, made.down, *(made.shared or ())
-    given = (tokens, *router[:3], *(x for weight in weights for x in _tensors(weight)), shared, residual)
-    launch("experts", given, (y,), (router.routing, made.kind, made.shared is None, shared is None), run)
+    scale, *options = (None,) if norm is None else norm
+    given = (tokens, scale, *router[:3], *(x for weight in weights for x in _tensors(weight)), shared, residual)
+    launch("experts", given, (y,), (router.routing, made.kind, made.shared is None, shared is None, *options), run)
     return y
 
 

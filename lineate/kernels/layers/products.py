@@ -102,6 +102,27 @@ def multiply_one(
     tl.store(y + n, found, mask=has)
 
 
+@triton.jit
+def multiply_pair(
+    x, other, weight, second, y, z,
+    N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """BN channels of y = weight x, or of z = second other: x, other `K`, weights `N K`, y, z `N`."""
+    TILES: tl.constexpr = (N + BN - 1) // BN
+    n = tl.program_id(0) % TILES * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    has = n < N
+    at = n.to(tl.int64)[:, None] * K + k[None, :]
+    if tl.program_id(0) >= TILES:
+        x, weight, y = other, second, z
+    w = tl.load(weight + at, mask=has[:, None] & (k < K)[None, :], other=0.0)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    tl.store(y + n, tl.sum(w.to(tl.float32) * row[None, :], 1), mask=has)
+
+
 Norm = tuple[Tensor, float, bool]
 """The weight of an RMSNorm, its eps, and whether it is zero-centred."""
 Convolution = tuple[Tensor, Tensor]
@@ -156,6 +177,33 @@ def product_one(
             num_warps=max(1, min(8, rows * width // 2048)), **overlap_options(x.device),
         )  # fmt: skip
     return y
+
+
+def serves_pair(x: Tensor, weight: Tensor, other: Tensor, second: Tensor) -> bool:
+    """Whether product_pair supports these."""
+    alike = x.shape == other.shape and x.dtype is other.dtype and weight.shape == second.shape
+    return alike and _cut(weight.shape[1])[1] == 0 and serves_one(x, weight) and serves_one(other, second)
+
+
+def product_pair(x: Tensor, weight: Tensor, other: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x weight^T and other second^T, `1 n` each, in one launch, without gradients.
+
+    Args:
+        x: `1 k`.
+        weight: `n k`.
+        other: `1 k`.
+        second: `n k`.
+    """
+    n, k = weight.shape
+    y, z = (torch.empty(1, n, dtype=x.dtype, device=x.device) for _ in range(2))
+    width = next_power(k)
+    rows = max(1, min(max(8192 // width, 2), next_power(ceil_div(n, multiprocessors(x.device)))))
+    with torch.cuda.device_of(x):
+        start(multiply_pair, (2 * ceil_div(n, rows),))(
+            x, other, weight, second, y, z, N=n, K=k, BN=rows, BK=width,
+            num_warps=max(1, min(8, rows * width // 2048)), **overlap_options(x.device),
+        )  # fmt: skip
+    return y, z
 
 
 def _cut(k: int) -> tuple[int, int]:

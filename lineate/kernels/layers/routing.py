@@ -1,6 +1,6 @@
 """The router of a mixture of experts, in two launches without waiting for the device.
 
-    l = x R^T                      scores `rows experts`, and the shared expert's gate as one more column
+    l = x R^T, or norm(x) R^T      scores `rows experts`, and the shared expert's gate as one more column
     s = softmax(l), or sigmoid(l)
     c = the `active` largest of s (sigmoid: of s + bias, within the best groups)
     w = scale s_c / sum s_c        and sigmoid(gate), or 1, for the shared expert
@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lineate.kernels.launching import ceil_div, next_power, overlap_options, start
+from lineate.kernels.layers.products import Norm
 
 FEW = 64
 """Up to this many rows are multiplied in the configuration of one row."""
@@ -53,10 +54,15 @@ class Routing:
 
 @triton.jit(do_not_specialize=["rows"])
 def score_experts(
-    x, router, gate, logits, rows, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PART: tl.constexpr,
-    BM: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr, OVERLAP: tl.constexpr,
+    x, norm, router, gate, logits, normed, rows, eps,
+    EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
+    BM: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, SHIFT: tl.constexpr, EXACT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BE columns of logits `parts rows COLUMNS` of BM rows of x `rows K`; part p sums PART channels from p PART on."""
+    """BE columns of logits `parts rows COLUMNS` of BM rows of x `rows K`; part p sums PART channels from p PART on.
+
+    With the weight `K` of an RMSNorm, x is one row, and the norm of it is multiplied and stored in normed `1 K`.
+    """
     TILES: tl.constexpr = (COLUMNS + BE - 1) // BE
     part = tl.program_id(0) // TILES
     n = tl.program_id(0) % TILES * BE + tl.arange(0, BE)
@@ -69,10 +75,19 @@ def score_experts(
         gdc_launch_dependents()
         gdc_wait()
     at_x = x + m[:, None].to(tl.int64) * K
+    if norm is not None:
+        j = tl.arange(0, WIDTH)
+        whole = tl.load(x + j, mask=j < K, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(whole * whole, 0) * (1.0 / K) + eps)
     total = tl.zeros((BM, BE), tl.float32)
     for step in range(0, PART, BK):
         k = part * PART + step + i
         a = tl.load(at_x + k[None, :], mask=(m < rows)[:, None] & (k < K)[None, :], other=0.0)
+        if norm is not None:
+            factor = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32) + SHIFT
+            a = (a.to(tl.float32) * inverse * factor[None, :]).to(x.dtype.element_ty)
+            if tl.program_id(0) % TILES == 0:
+                tl.store(normed + m[:, None] * K + k[None, :], a, mask=(m < rows)[:, None] & (k < K)[None, :])
         w = tl.load(at_w + k[:, None], mask=(n < COLUMNS)[None, :] & (k < K)[:, None], other=0.0)
         if EXACT:
             total = tl.dot(a, w, total, input_precision="ieee")
@@ -182,7 +197,15 @@ def fits(routing: Routing, experts: int) -> bool:
     return next_power(routing.groups) * next_power(size) <= WIDEST
 
 
-def score(x: Tensor, router: Tensor, gate: Tensor | None, tile: dict[str, int] | None = None) -> Tensor:
+def score(
+    x: Tensor,
+    router: Tensor,
+    gate: Tensor | None,
+    tile: dict[str, int] | None = None,
+    *,
+    norm: Norm | None = None,
+    normed: Tensor | None = None,
+) -> Tensor:
     """Return the sums of the products x router^T, and x gate^T as a last column: `parts rows columns` in float32.
 
     Args:
@@ -190,7 +213,10 @@ def score(x: Tensor, router: Tensor, gate: Tensor | None, tile: dict[str, int] |
         router: `experts k` in the dtype of x.
         gate: `1 k`, or None.
         tile: The configuration of the kernel; None: the one for this number of rows.
+        norm: An RMSNorm of x, which is then one row; its result is multiplied.
+        normed: Where the result of the norm is stored, `1 k`.
     """
+    assert norm is None or (len(x) == 1 and normed is not None)
     (rows, k), experts = x.shape, router.shape[0]
     columns = experts + (gate is not None)
     if tile is None:
@@ -201,8 +227,10 @@ def score(x: Tensor, router: Tensor, gate: Tensor | None, tile: dict[str, int] |
     parts = ceil_div(k, part)
     logits = torch.empty(parts, rows, columns, dtype=torch.float32, device=x.device)
     grid = ceil_div(columns, options["BE"]) * parts, ceil_div(rows, options["BM"])
+    weight, eps, zero_centred = (None, 0.0, False) if norm is None else norm
     start(score_experts, grid)(
-        x, router, gate, logits, rows, EXPERTS=experts, COLUMNS=columns, K=k, PART=part,
+        x, weight, router, gate, logits, normed, rows, eps, EXPERTS=experts, COLUMNS=columns, K=k,
+        WIDTH=0 if norm is None else next_power(k), PART=part, SHIFT=float(zero_centred),
         EXACT=x.dtype is torch.float32, **options, **overlap_options(x.device),
     )  # fmt: skip
     return logits

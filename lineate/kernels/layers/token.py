@@ -264,7 +264,7 @@ def _factor(weight, d, has, inverse, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _entered(
+def entered(
     source, norm, frequencies, position, eps, SIZE: tl.constexpr, HALF: tl.constexpr, BD: tl.constexpr,
     SHIFT: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
@@ -313,11 +313,11 @@ def place_token(
         tl.store(values + place + head * SIZE + d, value, mask=has & there)
     elif unit >= HEADS:
         source = k + row * k_row + (unit - HEADS) * SIZE
-        x = _entered(source, k_norm, frequencies, at, eps, SIZE, HALF, BD, SHIFT, keys.dtype.element_ty)
+        x = entered(source, k_norm, frequencies, at, eps, SIZE, HALF, BD, SHIFT, keys.dtype.element_ty)
         tl.store(keys + place + (unit - HEADS) * SIZE + d, x, mask=has & there)
     else:
         source = q + row * q_row + unit * SIZE
-        x = _entered(source, q_norm, frequencies, at, eps, SIZE, HALF, BD, SHIFT, y.dtype.element_ty)
+        x = entered(source, q_norm, frequencies, at, eps, SIZE, HALF, BD, SHIFT, y.dtype.element_ty)
         tl.store(y + (row * HEADS + unit) * SIZE + d, x, mask=has)
 
 

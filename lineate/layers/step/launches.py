@@ -21,6 +21,7 @@ from lineate.layers.attention import GatedAttention
 from lineate.layers.entry import check_call
 from lineate.layers.feed import MixtureOfExperts, SwiGLU, glu
 from lineate.layers.gpu import coded, kernels_for, overlaps, uncoded
+from lineate.layers.latent import LatentAttention
 from lineate.layers.mamba2 import GroupedGatedNorm
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.norm import RMSNorm
@@ -81,6 +82,8 @@ def mix_step(norm: RMSNorm, mixer: nn.Module, x: Tensor, state: LayerState, then
         found = _linear_step(norm, mixer, spec, x, state)
     elif type(mixer) is GatedAttention and isinstance(state, CacheInPlace):
         found = _attention_step(norm, mixer, x, state)
+    elif type(mixer) is LatentAttention and isinstance(state, CacheInPlace):
+        found = _latent_step(norm, mixer, x, state)
     if found is None:
         return None
     y, new = found
@@ -92,7 +95,7 @@ def feed_step(norm: RMSNorm, feed: nn.Module, x: Tensor, normed: Tensor | None =
     """Return x + feed(norm(x)), where is_step; None if this feed-forward has no such step.
 
     A mixture of experts adds x in its last launch, for several rows: with one row, a step of Qwen3.5-35B-A3B takes 2.43
-    ms on an H200, and 2.36 ms where x is added by itself.
+    ms on an H200, and 2.36 ms where x is added by itself. For one row the norm is part of its first launch.
 
     Args:
         norm: Of the feed-forward's input.
@@ -100,7 +103,10 @@ def feed_step(norm: RMSNorm, feed: nn.Module, x: Tensor, normed: Tensor | None =
         x: `rows 1 hidden`.
         normed: norm(x) `rows hidden`, if it was made before.
     """
-    if type(feed) is MixtureOfExperts and len(x) > 1 and _are_bare(norm, feed):
+    if type(feed) is MixtureOfExperts and _are_bare(norm, feed):
+        if len(x) == 1 and normed is None:
+            made = feed.after(norm, x[:, 0])
+            return None if made is None else x + made[:, None]
         return feed.add_to(x[:, 0], norm(x[:, 0]) if normed is None else normed)[:, None]
     if type(feed) is not SwiGLU or not _are_bare(norm, feed, feed.gate_up_proj, feed.down_proj):
         return None
@@ -126,9 +132,7 @@ def _linear_step(
     _, *columns = y[:, None].split(mixer.splits, -1)
     q, k, v = mixer.split_heads(mixed[:, None])
     raw = dict(zip(spec.columns, columns, strict=True))
-    for name in spec.low_rank:
-        low = getattr(mixer, f"{name}_proj")
-        raw[name] = raw[name] if low is None else project(low, raw[name])
+    _project_low(mixer, spec, raw)
     decay = raw.get("decay")
     if decay is not None and spec.decay == "channel":
         decay = decay.unflatten(-1, (mixer.value_heads, mixer.key_dim))
@@ -140,6 +144,22 @@ def _linear_step(
     )  # fmt: skip
     output = _mix(mixer, spec, inputs, raw["gate"], state.seeds)
     return output[:, 0], Memory(state.tensors)
+
+
+def _project_low(mixer: LinearMixer, spec: StepSpec, raw: dict[str, Tensor]) -> None:
+    """Replace the gates that have a projection of low rank by its outputs; one row of two gates takes one launch."""
+    from lineate.kernels.layers import products  # triton, at its first use
+
+    low = {name: getattr(mixer, f"{name}_proj") for name in spec.low_rank}
+    found = {name: module for name, module in low.items() if module is not None}
+    if len(found) == 2 and _are_bare(*found.values()) and all(module.bias is None for module in found.values()):
+        (first, one), (second, other) = found.items()
+        given = raw[first][:, 0], uncoded(one.weight), raw[second][:, 0], uncoded(other.weight)
+        if products.serves_pair(*given):
+            raw[first], raw[second] = (y[:, None] for y in products.product_pair(*given))
+            return
+    for name, module in found.items():
+        raw[name] = project(module, raw[name])
 
 
 def _parameter(mixer: LinearMixer, name: str) -> Tensor:
@@ -216,6 +236,28 @@ def _attention_step(
         q, keys, values, state.after, mixer.scale, gate if mixer.gated else None
     )  # fmt: skip
     return output.flatten(1), state.appended()
+
+
+def _latent_step(
+    norm: RMSNorm, mixer: LatentAttention, x: Tensor, state: CacheInPlace
+) -> tuple[Tensor, LayerState] | None:
+    """Return what out_proj reads, `rows heads*value`, and the state."""
+    from lineate.kernels.layers.latent import place  # triton, at its first use
+
+    cached, own = state["latent"], mixer.latent_norm
+    if not _are_bare(norm, mixer, mixer.in_proj, own, mixer.up_proj, mixer.out_proj):
+        return None
+    if mixer.context is not None or cached.dtype != x.dtype or cached.stride(-1) != 1 or not mixer.reads_own_length(1):
+        return None
+    check_call(mixer, x, state, None)
+    y = _enter(x[:, 0], norm, mixer.in_proj)
+    q, latent, shared, gate = y.split(mixer.splits, -1)
+    q, r = q.view(len(q), 1, mixer.heads, -1).split((mixer.nope_dim, mixer.rope_dim), -1)
+    turning = None if mixer.rope_theta is None else _frequencies(mixer.rope_dim, mixer.rope_theta, x.device)
+    assert isinstance(state.lengths, Tensor)
+    r = place(r, latent, shared, (own.weight, own.eps, own.zero_centred), turning, state.lengths, cached)
+    after = state.appended()
+    return mixer.opened(mixer.absorbed(q, r, after, None), gate[:, None])[:, 0], after
 
 
 @cache

@@ -8,13 +8,14 @@ from torch import nn
 from lineate.layers.attention import GatedAttention
 from lineate.layers.convolution import ShortConvolution
 from lineate.layers.feed import MixtureOfExperts, SwiGLU
+from lineate.layers.latent import LatentAttention
 from lineate.layers.mamba2 import GroupedGatedNorm
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.layers.registry import kinds
 
 _MODULES: tuple[type[nn.Module], ...] = (
     nn.Linear, nn.Embedding, RMSNorm, GatedRMSNorm, GroupedGatedNorm, ShortConvolution, SwiGLU,
-    MixtureOfExperts, GatedAttention, *(row.step.mixer for row in kinds() if row.step is not None),
+    MixtureOfExperts, GatedAttention, LatentAttention, *(row.step.mixer for row in kinds() if row.step is not None),
 )  # fmt: skip
 KNOWN = {kind: kind.forward for kind in _MODULES}
 """The modules whose forward the steps compute; others, such as adapters around one of these, are called."""
