@@ -21,7 +21,6 @@ from lineate.generation.generated import Generation
 from lineate.generation.sampling import generate
 from lineate.models import HybridLM, ModelState
 from lineate.models.fields import show
-from lineate.models.reading import read_prompt
 from lineate.system.folders import why_not_writable_file
 from lineate.text import DEFAULT_STOPS, DEFAULT_TEMPLATE, ChatTemplate, Detokenizer, StopStrings, Tokenizer
 from lineate.text.shield import Shield
@@ -295,7 +294,7 @@ class Conversation:
             return None
         with torch.no_grad():
             new = torch.tensor([own[read:]], device=self.model.device)
-            state = read_prompt(self.model, new, None if begun is None else begun.state).state
+            state = self.model(new, None if begun is None else begun.state, last_only=True).state
         self._kept.append(Kept(text, tuple(own), state))
         return self._kept[-1]
 

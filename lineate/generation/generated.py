@@ -11,7 +11,6 @@ from lineate.generation.choice import Sampling, choose_tokens
 from lineate.layers import Memory
 from lineate.layers.step.supported_modules import runs_own_forward
 from lineate.models import HybridLM, ModelState
-from lineate.models.reading import read_prompt
 from lineate.native.product import MOST_ROWS
 
 FEWEST_DECODED, MOST_ROOM = 8, 256
@@ -211,7 +210,7 @@ class Generation(Iterator[Tensor]):
                 logits = decoder(self._next if whole else self._last_of(rows))
             return (logits if whole else logits[_places(self._going, rows)])[:, -1], None
         state = self._state if self._spare is None else _over(self._state, self._spare)
-        out = read_prompt(self._model, self._next, state, self._bounds)
+        out = self._model(self._next, state, self._bounds, last_only=True)
         return out.logits[:, -1] if self._bounds is None else out.logits[0], out.state
 
     def _last_of(self, rows: list[int]) -> Tensor:

@@ -23,6 +23,7 @@ from lineate.models.loss import check_targets, head_loss, loss_sum, shared_head_
 from lineate.models.memoryless import without_memory
 from lineate.models.prediction import PredictionHead
 from lineate.models.pretrained import SHARD_BYTES, load_pretrained, write_pretrained
+from lineate.models.reading import piece_of, read_pieces
 from lineate.models.sampling_defaults import SamplingDefaults
 from lineate.models.scaling import make_embedding, make_last_norm
 from lineate.models.sharding import SharedEmbedding, gather_logits, rank_config, set_ranks, vocabulary_range
@@ -190,7 +191,8 @@ class HybridLM(nn.Module):
             labels: `b t`, the tokens themselves, -100 where none is to be learnt; each is predicted from those before.
             attention_mask: `b t`, 1, and 0 for padding before or after a row's tokens; logits there are 0.
             last_only: whether only the last token of every row has logits, `b 1 vocab`, which is all that generating
-                needs; of packed sequences `1 n_seqs vocab`, where those of an empty one are 0.
+                needs; of packed sequences `1 n_seqs vocab`, where those of an empty one are 0. Long prompts are then
+                read in pieces on a GPU, without gradients (models/reading.py): memory grows with the state alone.
             continues: whether the first packed sequence began on an earlier rank, under context parallelism.
         """
         if cu_seqlens is None and labels is None and attention_mask is None and not continues:
@@ -209,9 +211,13 @@ class HybridLM(nn.Module):
                     "attention_mask and cu_seqlens cannot be used together; packed sequences have no padding"
                 )
             return self._padded(input_ids, state, labels, attention_mask, last_only)
-        x, state = self._read(input_ids, state, cu_seqlens, continues)
-        if last_only:
-            x = x[:, -1:] if cu_seqlens is None else _last_of_each(x, cu_seqlens)
+        piece = piece_of(self, input_ids) if last_only else None
+        if piece is not None and (cu_seqlens is None or cu_seqlens.diff().all()):
+            x, state = read_pieces(self._read, input_ids, state, cu_seqlens, piece)
+        else:
+            x, state = self._read(input_ids, state, cu_seqlens, continues)
+            if last_only:
+                x = x[:, -1:] if cu_seqlens is None else _last_of_each(x, cu_seqlens)
         logits = self.logits(x)
         return LMOutput(logits, state, None if labels is None else next_token_loss(logits, labels, cu_seqlens))
 
@@ -261,7 +267,7 @@ class HybridLM(nn.Module):
         return shared_head_loss(x, weight, targets, first, self.ranks)
 
     def _read(
-        self, input_ids: Tensor, state: ModelState | None, cu_seqlens: Tensor | None, continues: bool | None
+        self, input_ids: Tensor, state: ModelState | None, cu_seqlens: Tensor | None, continues: bool | None = None
     ) -> tuple[Tensor, ModelState]:
         """Return the input of the head for these tokens."""
         rows = input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1

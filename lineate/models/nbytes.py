@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lineate.models.files.filling import dtype_of
+from lineate.quantised import QuantisedWeight
 from lineate.quantised.format import Format
 from lineate.quantised.which import becomes_quantised
 
@@ -32,3 +33,9 @@ def tensor_bytes(name: str, like: Tensor, dtype: torch.dtype, form: Formats = No
     if own is not None and own.dtype != dtype and becomes_quantised(name, tuple(like.shape), own):
         return own.nbytes(tuple(like.shape))
     return like.numel() * dtype_of(name, like, dtype).itemsize
+
+
+def weights_nbytes(model: nn.Module) -> int:
+    """Return the bytes that a model's parameters and buffers take as they are."""
+    tensors = (*model.parameters(), *model.buffers())
+    return sum(x.nbytes_kept if isinstance(x, QuantisedWeight) else x.nbytes for x in tensors)

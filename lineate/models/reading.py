@@ -1,60 +1,103 @@
 """Reading long prompts on a GPU in pieces, so that the memory of activations does not grow with the prompt."""
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from lineate.layers import TokenCache
-from lineate.models.hybrid import HybridLM, LMOutput
+import torch
+from torch import Tensor, nn
+
+from lineate.layers import MixtureOfExperts, TokenCache
+from lineate.models.nbytes import weights_nbytes
 from lineate.models.state import ModelState
 
+if TYPE_CHECKING:
+    from lineate.models.hybrid import HybridLM
+
 PIECE = 16384
-"""Tokens of a piece, of all rows together: large enough for the matrix rate of a GPU, also where each token goes to 8
-of 256 experts, and small enough for a few GB of activations."""
+"""The most tokens of a piece, of all rows together: enough for the matrix rate of a GPU, also where each token goes to
+8 of 256 experts, and few enough for about 2 GB of activations."""
+SMALLEST = 2048
+"""The fewest tokens of a piece, where memory is short."""
+SHARE = 8
+"""Activations of a piece may take this part of the memory that the weights leave, 1 / SHARE."""
 CHUNK = 64
 """The tokens that the kernels of the rules read at a time; pieces are multiples of it."""
 
+Read = Callable[[Tensor, ModelState | None, Tensor | None], tuple[Tensor, ModelState]]
+"""Reads ids after a state, packed or not; returns the input of the head, `b t hidden`, and the new state."""
 
-@torch.no_grad()
-def read_prompt(
-    model: HybridLM, ids: Tensor, state: ModelState | None = None, cu_seqlens: Tensor | None = None, piece: int = PIECE
-) -> LMOutput:
-    """Read prompts as model(ids, state, cu_seqlens, last_only=True) does, with bounded memory on a GPU.
 
-    On a CPU, under context parallelism, with an empty prompt and for up to `piece` tokens this is that call. Packed
-    prompts that are longer together are read one by one.
+def piece_of(model: "HybridLM", ids: Tensor) -> int | None:
+    """Return how many tokens, of all rows together, a call that wants the last logits alone reads at a time; None: all.
+
+    It is decided by sizes that do not change while a program runs, so that the same prompt is read in the same pieces.
+    """
+    if not ids.is_cuda or ids.numel() <= SMALLEST or torch.is_grad_enabled() or model.context is not None:
+        return None
+    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return None
+    piece = PIECE
+    if model.ranks is None:  # others must read the same pieces
+        room = torch.cuda.get_device_properties(ids.device).total_memory - weights_nbytes(model)
+        each = token_nbytes(model)
+        while piece > SMALLEST and SHARE * piece * each > room:
+            piece //= 2
+    return piece if ids.numel() > piece else None
+
+
+def token_nbytes(model: "HybridLM") -> int:
+    """Return the bytes that the activations of a token take at most, estimated: the outputs of a block's products.
+
+    On an H200, 131,072 tokens read at once: Kimi-Linear-48B 109 kB a token (estimated 134), Qwen3.5-35B-A3B 69 kB (93).
+    """
+
+    def width(module: nn.Module) -> int:
+        if isinstance(module, MixtureOfExperts):
+            _, hidden, size = module.experts_down.shape
+            return module.active * (hidden + 2 * size)
+        return module.out_features if isinstance(module, nn.Linear) else 0
+
+    widest = max((sum(map(width, block.modules())) for block in model.layers), default=0)
+    return (widest + 2 * model.config.hidden_size) * model.dtype.itemsize
+
+
+def read_pieces(
+    read: Read, ids: Tensor, state: ModelState | None, cu_seqlens: Tensor | None, piece: int
+) -> tuple[Tensor, ModelState]:
+    """Return the head's input of the last token of every row, `b 1 hidden`, and the state, as of one call.
+
+    Packed prompts are read one by one; the result is then `1 n_seqs hidden`, and none of them may be empty.
 
     Args:
-        model: The model.
+        read: Reads some tokens.
         ids: Tokens `b t`; with cu_seqlens `1 t`.
         state: What the rows have read before; None for nothing.
         cu_seqlens: Where prompts packed into one row begin and end, `n_seqs + 1`.
-        piece: The most tokens of a call, of all rows together.
+        piece: The most tokens that are read at a time, of all rows together.
     """
-    whole = not ids.is_cuda or ids.numel() <= piece or model.context is not None
-    if whole or (cu_seqlens is not None and not cu_seqlens.diff().all()):
-        return model(ids, state, cu_seqlens, last_only=True)
     if cu_seqlens is None:
-        return read_rows(model, ids, state, max(CHUNK, piece // ids.shape[0] // CHUNK * CHUNK))
-    outputs = []
+        return read_rows(read, ids, state, max(CHUNK, piece // ids.shape[0] // CHUNK * CHUNK))
+    last, states = [], []
     for row, own in enumerate(ids.split(cu_seqlens.diff().tolist(), 1)):
         before = None if state is None else state.select(torch.tensor([row], device=ids.device))
-        outputs.append(read_rows(model, own, before, piece))
-    logits = torch.cat([x.logits for x in outputs], 1)
-    return LMOutput(logits, ModelState.join([x.state for x in outputs]), None)
+        x, after = read_rows(read, own, before, piece)
+        last.append(x)
+        states.append(after)
+    return torch.cat(last, 1), ModelState.join(states)
 
 
-def read_rows(model: HybridLM, ids: Tensor, state: ModelState | None, most: int) -> LMOutput:
+def read_rows(read: Read, ids: Tensor, state: ModelState | None, most: int) -> tuple[Tensor, ModelState]:
     """Read rows of one length, `most` tokens of each at a time."""
     first, *others = ids.split(most, 1)
     seen = 0 if state is None else int(torch.as_tensor(state.lengths).max())
     if state is not None and others:
         state = reserve(state, seen + ids.shape[1])
-    out: LMOutput = model(first, state, last_only=True)
-    read = reserve(out.state, ids.shape[1]) if state is None and others else out.state
+    x, after = read(first, state, None)
+    if state is None and others:
+        after = reserve(after, ids.shape[1])
     for part in others:
-        out = model(part, read, last_only=True)
-        read = out.state
-    return out
+        x, after = read(part, after, None)
+    return x[:, -1:], after
 
 
 def reserve(state: ModelState, tokens: int) -> ModelState:

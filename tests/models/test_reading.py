@@ -1,14 +1,16 @@
-"""read_prompt: a prompt that is read in pieces has the logits and the state of one call, and takes less memory."""
+"""A long prompt that is read in pieces has the logits and the state of one call, and takes less memory."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lineate.models import HybridConfig
+from lineate.models import HybridConfig, hybrid, reading
 from lineate.models.config import AttentionConfig, FeedConfig, LatentConfig, LinearConfig
-from lineate.models.reading import read_prompt, read_rows
+from lineate.models.nbytes import weights_nbytes
 from lineate.models.state import ModelState
 from tests.support.small_models import EXPERTS, random_model
 
@@ -36,11 +38,14 @@ def close(one: ModelState, other: ModelState, tolerance: float = 1e-4) -> None:
 @pytest.mark.parametrize("before", [0, 7])
 @pytest.mark.parametrize("most", [1, 10, 32, 100])
 @torch.no_grad()
-def test_pieces_equal_one_call(most: int, before: int) -> None:
+def test_pieces_equal_one_call(most: int, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = random_model(CONFIG), draw(2, 64)
     state = model(draw(2, before, seed=1)).state if before else None
     kept = None if state is None else [x[name].clone() for x in state.layers for name in x.names]
-    expected, found = model(ids, state, last_only=True), read_rows(model, ids, state, most)
+    expected = model(ids, state, last_only=True)
+    monkeypatch.setattr(hybrid, "piece_of", lambda model, ids: 2 * most)
+    monkeypatch.setattr(reading, "CHUNK", 1)
+    found = model(ids, state, last_only=True)
     torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
     close(found.state, expected.state)
     if state is not None and kept is not None:  # it is not changed
@@ -53,25 +58,71 @@ def test_pieces_equal_one_call(most: int, before: int) -> None:
 
 
 @torch.no_grad()
+def test_packed_prompts_are_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = random_model(CONFIG), draw(1, 60)
+    read, given = type(model).hidden, []
+
+    def hidden(x: Tensor, *others: Any) -> Any:
+        given.append(x.shape[1])
+        return read(model, x, *others)
+
+    model.hidden = hidden  # type: ignore[method-assign]
+    monkeypatch.setattr(hybrid, "piece_of", lambda model, ids: 10)
+    monkeypatch.setattr(reading, "CHUNK", 1)
+    for bounds, pieces in (([0, 3, 35, 60], [3, 10, 10, 10, 2, 10, 10, 5]), ([0, 3, 3, 60], [60])):
+        packed, given[:] = torch.tensor(bounds), []
+        found = model(ids, None, packed, last_only=True)
+        assert given == pieces, "with an empty one they are read together"
+        monkeypatch.setattr(hybrid, "piece_of", lambda model, ids: None)
+        expected = model(ids, None, packed, last_only=True)
+        monkeypatch.setattr(hybrid, "piece_of", lambda model, ids: 10)
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
+        close(found.state, expected.state)
+
+
+@torch.no_grad()
 def test_on_a_cpu_it_is_one_call() -> None:
-    model, ids = random_model(CONFIG), draw(1, 50)
-    found, expected = read_prompt(model, ids, piece=8), model(ids, last_only=True)
-    assert torch.equal(found.logits, expected.logits)
+    assert reading.piece_of(random_model(CONFIG), draw(1, 50000)) is None
+
+
+def test_the_size_of_a_piece_follows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It depends on the card and on the weights alone, never on what else the card has at the moment."""
+    model = random_model(replace(CONFIG, experts=EXPERTS))
+    each, own = reading.token_nbytes(model), weights_nbytes(model)
+    assert own == sum(x.nbytes for x in model.state_dict().values())
+    feed = model.layers[0].feed
+    assert each > 4 * feed.active * (64 + 2 * EXPERTS.size), "what the experts of a token write"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def piece(tokens: int, room: float) -> int | None:
+        card = SimpleNamespace(total_memory=own + room * each * reading.SHARE)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+        ids = SimpleNamespace(is_cuda=True, numel=lambda: tokens, device="cuda")
+        return reading.piece_of(model, ids)  # type: ignore[arg-type]
+
+    with torch.no_grad():
+        assert piece(100000, 1e6) == piece(16385, 16384) == 16384 and piece(16384, 16384) is None
+        assert piece(100000, 16383) == 8192 and piece(8192, 16383) is None
+        assert piece(100000, 10) == 2048 and piece(2048, 10) is None
+    assert piece(100000, 16383) is None, "gradients need the activations of all tokens"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("before", [0, 7])
 @torch.no_grad()
-def test_long_prompts_on_a_gpu(packed: bool, before: int) -> None:
+def test_long_prompts_on_a_gpu(packed: bool, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(CONFIG).cuda()
     ids, bounds = draw(2, 200).cuda(), None
     if packed:
         ids, bounds = draw(1, 400).cuda(), torch.tensor([0, 3, 300, 400], device="cuda")
     rows = 2 if bounds is None else 3
     state = model(draw(rows, before, seed=1).cuda()).state if before else None
-    found = read_prompt(model, ids, state, bounds, piece=130)
     expected = model(ids, state, bounds, last_only=True)
+    monkeypatch.setattr(reading, "PIECE", 130)
+    monkeypatch.setattr(reading, "SMALLEST", 130)
+    assert reading.piece_of(model, ids) == 130
+    found = model(ids, state, bounds, last_only=True)
     torch.testing.assert_close(found.logits, expected.logits, rtol=1e-3, atol=1e-3)
     close(found.state, expected.state, 1e-3)
 
@@ -81,13 +132,14 @@ def test_long_prompts_on_a_gpu(packed: bool, before: int) -> None:
 def test_memory_does_not_grow_with_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the state, twice the tokens take the same memory."""
     model = random_model(replace(CONFIG, pattern="GGGG", experts=EXPERTS, attention=None, latent=None)).cuda()
+    monkeypatch.setattr(reading, "PIECE", 2048)
 
     def peak(tokens: int) -> int:
         ids = draw(1, tokens).cuda()
-        read_prompt(model, ids, piece=2048)
+        model(ids, last_only=True)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        read_prompt(model, ids, piece=2048)
+        model(ids, last_only=True)
         return torch.cuda.max_memory_allocated() - before
 
     short, long = peak(4096), peak(16384)
