@@ -225,7 +225,17 @@ class Stages:
 
     def product(self, first: bool, tile: dict[str, Any]) -> Call:
         """Return a call of one of the products in a configuration."""
-        groups, enter, leave = self.groups(tile["BM"]), *(self.made.shared or (None, None))
+        size = tile["BM"] + tile["REST"]
+        if self.places(tile):
+            groups = self.group(size, placed=True)
+            count = groups.blocks.numel() * size
+            hidden, parts = (x.new_empty(count, x.shape[-1]) for x in (self.hidden, self.parts))
+            if not first:
+                return partial(self.experts.leave, hidden.normal_(), self.made.down, groups, parts, rest=tile["REST"])
+            weights = self.experts.Weights(self.made.gate_up, None, "swiglu")
+            every = self.chosen.shape[1]
+            return partial(self.experts.multiply, self.x, weights, groups, hidden, every=every, tile=tile, placed=True)
+        groups, enter, leave = self.groups(size), *(self.made.shared or (None, None))
         if first:
             x, every, weights = self.x, self.chosen.shape[1], self.experts.Weights(self.made.gate_up, enter, "swiglu")
             y = self.hidden
@@ -233,6 +243,11 @@ class Stages:
             x, every, weights = self.hidden, 1, self.experts.Weights(self.made.down, leave, None)
             y = self.parts
         return partial(self.experts.multiply, x, weights, groups, y, every=every, tile=tile)
+
+    def places(self, tile: dict[str, Any]) -> bool:
+        """Whether what lies between the products is in the order of the blocks."""
+        sizes = self.x.shape[1], self.hidden.shape[1]
+        return self.made.shared is None and self.experts.leaves_by_descriptors(self.x, sizes, tile)
 
     def tiles(self) -> Any:
         """Return the configurations that a call takes."""
@@ -251,7 +266,8 @@ def measure_parts(shape: str, rows: int, rounds: int) -> dict[str, Any]:
         "leave": [x.product(False, tiles.leave) for x in stages],
     }  # fmt: skip
     if rows > stages[0].mixture.ALONE:
-        calls["group"] = [partial(x.group, tiles.enter["BM"]) for x in stages]
+        size = tiles.enter["BM"] + tiles.enter["REST"]
+        calls["group"] = [partial(x.group, size, placed=x.places(tiles.enter)) for x in stages]
     if rows > MOST_IN_GRAPH:
         calls["sort"] = [x.sort for x in stages]
         calls["grouped_mm"] = [x.grouped for x in stages]
@@ -272,7 +288,8 @@ def configurations(rows: int, first: bool) -> Iterator[dict[str, Any]]:
     for bm, bn, warps, stages in itertools.product(sizes, (64, 128), (4, 8), (3, 4)):
         wide = 2 * bn if first else bn
         if 32 <= bm * wide // (32 * warps) <= 128 and 128 * stages * (bm + wide) < 227_000:
-            yield tile(bm, bn, 64, warps, stages)
+            for rest in (0, 16, 32, 64) if bm == 128 and wide >= 64 else (0,):
+                yield tile(bm, bn, 64, warps, stages, rest=rest)
 
 
 @torch.no_grad()

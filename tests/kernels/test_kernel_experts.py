@@ -158,7 +158,8 @@ def test_what_routing_supports():
 
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize(
-    ("rows", "width", "count", "size"), [(1, 1, 1, 16), (5, 3, 40, 16), (64, 2, 7, 8), (90, 3, 5, 2), (800, 3, 37, 32)]
+    ("rows", "width", "count", "size"),
+    [(1, 1, 1, 16), (5, 3, 40, 16), (64, 2, 7, 8), (90, 3, 5, 2), (800, 3, 37, 32), (800, 3, 37, 48)],
 )
 def test_groups_hold_every_pair_once(path, rows, width, count, size):
     generator = torch.Generator().manual_seed(rows)
@@ -253,8 +254,38 @@ def test_tiles_that_do_not_divide_the_sizes(path, swap, alone):
     assert_near(found, torch.stack(expected), path.dtype)
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
+@pytest.mark.parametrize(("hidden", "size"), [(72, 20), (64, 128)])
+def test_pairs_beyond_a_tile(path, kind, hidden, size):
+    """Blocks of 16 pairs and up to 16 others, which the same tiles of weights multiply; experts with 0 to 60 pairs."""
+    layer = layer_of(path, hidden, size, kind=kind)
+    _, made = parts_of(layer)
+    x = draw(path, 70, hidden)
+    counts = torch.tensor([0, 1, 15, 16, 17, 31, 32, 33, 5, 60, 0, 0])
+    chosen = torch.repeat_interleave(torch.arange(COUNT), counts)[torch.randperm(210)].view(70, 3).int().to(path.device)
+    first, second = (mixture.tile(16, bn, 32, 4, 3, rest=16) for bn in (16, 32))
+    for placed in (False, True):
+        groups = grouping.group(chosen, COUNT, 32, placed)
+        rows = groups.blocks.numel() * 32 if placed else 210
+        inner, found = x.new_full((rows, size), torch.nan), x.new_full((rows, hidden), torch.nan, dtype=torch.float32)
+        weights = experts.Weights(made.gate_up, None, kind)
+        experts.multiply(x, weights, groups, inner, every=3, tile=first, placed=placed)
+        if placed:
+            assert groups.places is not None
+            inner = inner[groups.places.long()]
+        experts.multiply(inner, experts.Weights(made.down, None, None), groups, found, every=1, tile=second)
+        expected = []
+        for t, e in ((i // 3, e) for i, e in enumerate(chosen.flatten().tolist())):
+            up = made.gate_up[e].double() @ x[t].double()
+            up = F.silu(up.chunk(2)[0]) * up.chunk(2)[1] if kind == "swiglu" else up.relu().square()
+            expected.append(made.down[e].double() @ up)
+        assert_near(found[:210], torch.stack(expected), path.dtype)
+
+
 @pytest.mark.parametrize("path", [param(INTERPRETER)])
-def test_blocks_by_descriptors(path, monkeypatch):
+@pytest.mark.parametrize("rest", [0, 16])
+def test_blocks_by_descriptors(path, rest, monkeypatch):
     """What lies between the products is in the order of the blocks; the experts come in two slices."""
     monkeypatch.setattr(experts, "LEAVE", {"BN": 16, "BK": 16, "STAGES": 2})
     layer = layer_of(path, 48, 32)
@@ -262,18 +293,18 @@ def test_blocks_by_descriptors(path, monkeypatch):
     x, generator = draw(path, 30, 48), torch.Generator().manual_seed(1)
     chosen = torch.rand(30, COUNT, generator=generator).topk(3).indices.int()
     chosen[chosen == 4] = 5
-    groups = grouping.group(chosen, COUNT, 16, placed=True)
+    groups = grouping.group(chosen, COUNT, 16 + rest, placed=True)
     assert torch.equal(groups.members.flatten()[groups.places], torch.arange(90, dtype=torch.int32))
-    tile = mixture.tile(16, 32, 32, 4, 3)
+    tile = mixture.tile(16, 32, 32, 4, 3, rest=rest)
     plainly = x.new_empty(90, 32), x.new_empty(90, 48)
     experts.multiply(x, experts.Weights(made.gate_up, None, "swiglu"), groups, plainly[0], every=3, tile=tile)
     experts.multiply(plainly[0], experts.Weights(made.down, None, None), groups, plainly[1], every=1, tile=tile)
-    count = groups.blocks.numel() * 16
+    count = groups.blocks.numel() * (16 + rest)
     hidden, found = x.new_full((count, 32), torch.nan), x.new_full((count, 48), torch.nan)
     weights = experts.Weights(made.gate_up, None, "swiglu")
     experts.multiply(x, weights, groups, hidden, every=3, tile=tile, placed=True)
     for begin in (0, 6):
-        experts.leave(hidden, made.down[begin : begin + 6], groups, found, begin)
+        experts.leave(hidden, made.down[begin : begin + 6], groups, found, begin, rest=rest)
     places = groups.places.long()
     assert torch.equal(hidden[places], plainly[0])
     assert_near(found[places], plainly[1].double(), path.dtype)
@@ -288,6 +319,19 @@ def test_no_row_changes_the_bits_of_another(path):
     assert torch.equal(found, mixture.mix(x, router, made)), "the bits changed"
     for rows in ((0,), (20,), (3, 4), tuple(range(20, 2, -1))):
         assert torch.equal(mixture.mix(x[list(rows)], router, made), found[list(rows)]), rows
+
+
+@pytest.mark.parametrize("path", [param(path) for path in GPU[1:]])
+@pytest.mark.parametrize("rows", [400, 520, 1500])
+def test_the_place_of_a_pair_does_not_change_its_bits(path, rows):
+    """Whether it is in the first places of a block or in the others depends on the other rows."""
+    layer = layer_of(path, 256, 128)
+    tiles = mixture.tiles_of(draw(path, rows, 256), COUNT, 128, ACTIVE)
+    assert (tiles.enter["REST"] > 0) == (rows < 1500)
+    router, made = parts_of(layer)
+    x = draw(path, rows, 256)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(3)).to(path.device)
+    assert torch.equal(mixture.mix(x[order], router, made), mixture.mix(x, router, made)[order])
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
@@ -347,7 +391,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("path", [param(path) for path in GPU])
-@pytest.mark.parametrize("rows", [1, 2, 17, 64, 65, 300, 1500])
+@pytest.mark.parametrize("rows", [1, 2, 17, 64, 65, 300, 400, 520, 1500])
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
 def test_layer(path, rows, name, monkeypatch):
     layer = layer_of(path, 256, 128, shared_size=128, shared_gate=True, **ROUTERS[name])

@@ -29,6 +29,7 @@ from lineate.kernels.layers import (
     squares,
     token,
 )  # fmt: skip
+from lineate.kernels.layers import experts as products_of_experts
 from lineate.kernels.memories.lact_features import features
 from lineate.layers import MixtureOfExperts, RMSNorm
 from lineate.memory.lact import lact, lact_state
@@ -333,6 +334,15 @@ def experts(dtype: str, rows: int, scores: str, overlap: bool, form: str | None 
             mixture.mix(x, router, made, outside)
     if form is None and dtype == "bfloat16":
         grouping.sort(empty(rows, 4, dtype="int32"), 24)
+        groups, tile = (
+            grouping.group(empty(rows, 4, dtype="int32"), 24, 160, True),
+            mixture.tile(128, 64, 64, 8, 3, rest=32),
+        )
+        hidden, y = (empty(groups.blocks.numel() * 160, n, dtype=dtype) for n in (192, 256))
+        weights = products_of_experts.Weights(layer.experts_gate_up, None, kind)
+        products_of_experts.multiply(x, weights, groups, hidden, every=4, tile=tile, placed=True)
+        if launching.is_hopper(x.device):
+            products_of_experts.leave(hidden, layer.experts_down, groups, y, rest=32)
 
 
 def memory(name: str, backward: bool, d: int) -> None:

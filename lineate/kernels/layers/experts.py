@@ -31,16 +31,48 @@ GATED = {"swiglu": 1, "relu2": 2}
 """The function that multiply_blocks applies to a product; 0: none."""
 
 
+@triton.jit
+def _weights(at, mask, WHOLE: tl.constexpr):
+    """Load a tile of weights; WHOLE: the mask is not needed."""
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _product(
+    at_x, at_w, pair, has, total, K: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, SWAP: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Return total plus the product of the rows of pairs and the rows that a tile of weights has."""
+    k = tl.arange(0, BK)
+    for first in range(0, K, BK):
+        if SWAP:
+            mask_w = has[:, None] & (first + k < K)[None, :]
+            mask_x = (pair >= 0)[None, :] & (first + k < K)[:, None]
+        else:
+            mask_w = has[None, :] & (first + k < K)[:, None]
+            mask_x = (pair >= 0)[:, None] & (first + k < K)[None, :]
+        b = _weights(at_w + first, mask_w, WHOLE)
+        a = tl.load(at_x + first, mask=mask_x, other=0.0)
+        if SWAP:
+            total = tl.dot(b, a, total, input_precision="ieee" if EXACT else "tf32")
+        else:
+            total = tl.dot(a, b, total, input_precision="ieee" if EXACT else "tf32")
+    return total
+
+
 @triton.jit(do_not_specialize=["begin"])
 def multiply_blocks(
     x, weight, shared, blocks, members, y, begin,
     N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, EVERY: tl.constexpr, KIND: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, EXACT: tl.constexpr,
+    BM: tl.constexpr, REST: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, EXACT: tl.constexpr,
     PLACED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows p of y `pairs N` for one block of pairs and BN channels, from rows p / EVERY of x `tokens K`.
 
-    PLACED: y is `blocks BM N`, a row for each place of a block.
+    A block has BM pairs and REST others, which are multiplied by the same tiles of weights, if it has any of them.
+    PLACED: y is `blocks BM+REST N`, a row for each place of a block.
 
     weight is `EXPERTS N K` (KIND 1: `EXPERTS 2N K`) of the experts from `begin` on; other blocks are left out. Expert
     begin + EXPERTS is `shared`, if there is one. KIND 1: silu(first half) second half; 2: relu^2. Without members,
@@ -60,7 +92,7 @@ def multiply_blocks(
         if members is None:
             pair = tl.where(m == 0, block, -1)
         else:
-            pair = tl.load(members + block * BM + m)
+            pair = tl.load(members + block * (BM + REST) + m)
         token = tl.maximum(pair, 0) // EVERY
         n = tl.arange(0, BW)  # KIND 1: gate and factor of a channel are neighbours
         row = tile * BN + n // HALVES
@@ -77,58 +109,93 @@ def multiply_blocks(
             at_w = w + (row + n % HALVES * N)[None, :].to(tl.int64) * K + k[:, None]
             at_x = x + token[:, None].to(tl.int64) * K + k[None, :]
             total = tl.zeros((BM, BW), tl.float32)
-        for first in range(0, K, BK):
-            if SWAP:
-                mask_w = has[:, None] & (first + k < K)[None, :]
-                mask_x = (pair >= 0)[None, :] & (first + k < K)[:, None]
+        WHOLE: tl.constexpr = K % BK == 0 and N % BN == 0
+        if REST:
+            more = tl.load(members + block * (BM + REST) + BM + tl.arange(0, REST))
+            if tl.max(more, 0) >= 0:
+                at_more = x + (tl.maximum(more, 0) // EVERY)[None, :].to(tl.int64) * K + k[:, None]
+                others = tl.zeros((BW, REST), tl.float32)
+                for first in range(0, K, BK):
+                    there = first + k < K
+                    b = _weights(at_w + first, has[None, :] & there[:, None], WHOLE)
+                    a = tl.load(at_x + first, mask=(pair >= 0)[:, None] & there[None, :], other=0.0)
+                    c = tl.load(at_more + first, mask=(more >= 0)[None, :] & there[:, None], other=0.0)
+                    total = tl.dot(a, b, total, input_precision="ieee" if EXACT else "tf32")
+                    others = tl.dot(tl.trans(b), c, others, input_precision="ieee" if EXACT else "tf32")
+                _store(tl.trans(others), y, more, block * (BM + REST) + BM, tile, N, KIND, REST, BN, PLACED)
             else:
-                mask_w = has[None, :] & (first + k < K)[:, None]
-                mask_x = (pair >= 0)[:, None] & (first + k < K)[None, :]
-            if K % BK == 0 and N % BN == 0:
-                b = tl.load(at_w + first)
-            else:
-                b = tl.load(at_w + first, mask=mask_w, other=0.0)
-            a = tl.load(at_x + first, mask=mask_x, other=0.0)
-            if SWAP:
-                total = tl.dot(b, a, total, input_precision="ieee" if EXACT else "tf32")
-            else:
-                total = tl.dot(a, b, total, input_precision="ieee" if EXACT else "tf32")
+                total = _product(at_x, at_w, pair, has, total, K, BK, WHOLE, SWAP, EXACT)
+        else:
+            total = _product(at_x, at_w, pair, has, total, K, BK, WHOLE, SWAP, EXACT)
         if SWAP:
             total = tl.trans(total)
-        if KIND == 1:
-            gate, up = tl.split(tl.reshape(total, (BM, BN, 2)))
-            total = gate * sigmoid(gate) * up
-        elif KIND == 2:
-            total = tl.maximum(total, 0.0)
-            total *= total
-        c = tile * BN + tl.arange(0, BN)
-        place = tl.maximum(pair, 0)
-        if PLACED:
-            place = block * BM + m
-        at = place[:, None].to(tl.int64) * N + c[None, :]
-        tl.store(y + at, total.to(y.dtype.element_ty), mask=(pair >= 0)[:, None] & (c < N)[None, :])
+        _store(total, y, pair, block * (BM + REST), tile, N, KIND, BM, BN, PLACED)
+
+
+@triton.jit
+def _store(
+    total, y, pair, place, tile, N: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PLACED: tl.constexpr,
+):  # fmt: skip
+    """Store the BM products of pairs, whose places begin with `place`, after their activation."""
+    if KIND == 1:
+        gate, up = tl.split(tl.reshape(total, (BM, BN, 2)))
+        total = gate * sigmoid(gate) * up
+    elif KIND == 2:
+        total = tl.maximum(total, 0.0)
+        total *= total
+    c = tile * BN + tl.arange(0, BN)
+    at = tl.maximum(pair, 0)
+    if PLACED:
+        at = place + tl.arange(0, BM)
+    mask = (pair >= 0)[:, None] & (c < N)[None, :]
+    tl.store(y + at[:, None].to(tl.int64) * N + c[None, :], total.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _described_product(hidden, weight, place, row, total, K: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
+    """Return total plus the product of rows of hidden from `place` on and of weight from `row` on."""
+    for first in tl.range(0, K, BK, num_stages=STAGES):
+        a = hidden.load([place, first])
+        b = weight.load([row, first])
+        total = tl.dot(a, b.T, total)
+    return total
 
 
 @triton.jit(do_not_specialize=["begin"])
 def leave_blocks(
-    hidden, weight, blocks, y, begin, N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    hidden, hidden_rest, weight, blocks, members, y, y_rest, begin, N: tl.constexpr, K: tl.constexpr,
+    EXPERTS: tl.constexpr, BM: tl.constexpr, REST: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BN channels of a block of y `blocks BM N`, from hidden `blocks BM K` and weight `EXPERTS N K`, by descriptors.
+    """BN channels of a block of y `blocks BM+REST N`, from hidden `.. K` and weight `EXPERTS N K`, by descriptors.
 
-    Rows of places without a pair are undefined.
+    The REST places are read and written by descriptors of their own, where a block has pairs there (members). Rows of
+    places without a pair are undefined.
     """
     TILES: tl.constexpr = N // BN
     block = tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES
     expert = tl.load(blocks + block) - begin
     if (expert >= 0) & (expert < EXPERTS):
+        place = block * (BM + REST)
+        row = expert * N + tile * BN
         total = tl.zeros((BM, BN), tl.float32)
-        for first in tl.range(0, K, BK, num_stages=STAGES):
-            a = hidden.load([block * BM, first])
-            b = weight.load([expert * N + tile * BN, first])
-            total = tl.dot(a, b.T, total)
-        y.store([block * BM, tile * BN], total.to(y.dtype))
+        if REST:
+            if tl.load(members + place + BM) >= 0:
+                others = tl.zeros((BN, REST), tl.float32)
+                for first in tl.range(0, K, BK, num_stages=STAGES):
+                    a = hidden.load([place, first])
+                    c = hidden_rest.load([place + BM, first])
+                    b = weight.load([row, first])
+                    total = tl.dot(a, b.T, total)
+                    others = tl.dot(b, c.T, others)
+                y_rest.store([place + BM, tile * BN], tl.trans(others).to(y.dtype))
+            else:
+                total = _described_product(hidden, weight, place, row, total, K, BK, STAGES)
+        else:
+            total = _described_product(hidden, weight, place, row, total, K, BK, STAGES)
+        y.store([place, tile * BN], total.to(y.dtype))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -210,10 +277,10 @@ def multiply(
         groups: The pairs by expert.
         y: Dense.
         every: Pairs of a row of x.
-        tile: The configuration of the kernel; BM is groups.size, or at least 16.
+        tile: The configuration of the kernel; BM + REST is groups.size, or BM at least 16.
         placed: Whether y is `blocks size n`, with a row for each place of a block.
     """
-    assert groups.members is None or tile["BM"] == groups.size
+    assert groups.members is None or tile["BM"] + tile["REST"] == groups.size
     count, n, k = weights.experts.shape
     n = n // 2 if weights.kind == "swiglu" else n
     start(multiply_blocks, (ceil_div(n, tile["BN"]) * groups.blocks.numel(),))(
@@ -223,19 +290,19 @@ def multiply(
     )  # fmt: skip
 
 
-def leaves_by_descriptors(tokens: Tensor, sizes: tuple[int, int], size: int) -> bool:
-    """Whether leave takes weights of these sizes `n k` and blocks of `size` pairs: on Hopper, in 16 bits, whole tiles.
+def leaves_by_descriptors(tokens: Tensor, sizes: tuple[int, int], tile: dict[str, int]) -> bool:
+    """Whether leave takes weights of these sizes `n k` and blocks of this tile: on Hopper, in 16 bits, whole tiles.
 
     tokens: of the weights' device and dtype.
     """
     n, k = sizes
     return (
-        is_hopper(tokens.device) and tokens.itemsize == 2 and size == 128
+        is_hopper(tokens.device) and tokens.itemsize == 2 and tile["BM"] == 128
         and n % LEAVE["BN"] == k % LEAVE["BK"] == 0
     )  # fmt: skip
 
 
-def leave(hidden: Tensor, weight: Tensor, groups: Groups, y: Tensor, begin: int = 0) -> None:
+def leave(hidden: Tensor, weight: Tensor, groups: Groups, y: Tensor, begin: int = 0, *, rest: int = 0) -> None:
     """Write the products of the places of all blocks into y `blocks size n`; those without a pair are undefined.
 
     Args:
@@ -244,14 +311,16 @@ def leave(hidden: Tensor, weight: Tensor, groups: Groups, y: Tensor, begin: int 
         groups: The pairs by expert.
         y: Dense.
         begin: The number of the first of these experts; the blocks of others are left out.
+        rest: How many places of a block, its last ones, are multiplied separately; 0 or a power of two from 16 on.
     """
     count, n, k = weight.shape
-    rows, blocks = groups.blocks.numel() * groups.size, groups.blocks.numel()
+    blocks, size = groups.blocks.numel(), groups.size - rest
+    hidden, y = hidden.view(-1, k), y.view(-1, n)
     start(leave_blocks, (blocks * (n // LEAVE["BN"]),))(
-        _described(hidden.view(rows, k), groups.size, LEAVE["BK"]),
-        _described(weight.view(count * n, k), LEAVE["BN"], LEAVE["BK"]), groups.blocks,
-        _described(y.view(rows, n), groups.size, LEAVE["BN"]), begin, N=n, K=k, EXPERTS=count, BM=groups.size, **LEAVE,
-        num_warps=8,
+        _described(hidden, size, LEAVE["BK"]), _described(hidden, rest, LEAVE["BK"]) if rest else None,
+        _described(weight.view(count * n, k), LEAVE["BN"], LEAVE["BK"]), groups.blocks, groups.members,
+        _described(y, size, LEAVE["BN"]), _described(y, rest, LEAVE["BN"]) if rest else None,
+        begin, N=n, K=k, EXPERTS=count, BM=size, REST=rest, **LEAVE, num_warps=8,
     )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def count_pairs(
 @triton.jit(do_not_specialize=["pairs", "count", "size"])
 def place_pairs(
     chosen, counts, blocks, members, places, ends, pairs, count, size,
-    EXPERTS: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
+    EXPERTS: tl.constexpr, BM: tl.constexpr, FILL: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Place the pairs of one expert in one segment: its blocks and members, after those of the experts before it.
@@ -101,7 +101,7 @@ def place_pairs(
             if expert == EXPERTS - 1:
                 for first in range(after, count, BE):
                     tl.store(blocks + first + e, -1, mask=first + e < count)
-            m = begin * BM + own + tl.arange(0, BM)
+            m = begin * BM + own + tl.arange(0, FILL)
             tl.store(members + m, -1, mask=m < after * BM)
     done += begin * BM
     end = tl.minimum(segment * size + size, pairs)
@@ -126,7 +126,7 @@ def group(chosen: Tensor, experts: int, size: int, placed: bool = False) -> Grou
     Args:
         chosen: Experts below `experts`, dense.
         experts: How many there are.
-        size: The most pairs of a block, a power of two from 2 on.
+        size: The most pairs of a block, 2 or more.
         placed: Whether the result has the places of the pairs.
     """
     count = most_blocks(chosen.numel(), experts, size)
@@ -160,5 +160,5 @@ def _place(chosen: Tensor, experts: int, most: int, made: tuple[Tensor | None, .
         )
     start(place_pairs, (experts * segments,))(
         chosen, counts, *made, pairs, 0 if blocks is None else blocks.shape[0], size,
-        EXPERTS=experts, BM=most, BE=bins, BP=block, BS=SEGMENTS, num_warps=warps, **overlap,
+        EXPERTS=experts, BM=most, FILL=next_power(most), BE=bins, BP=block, BS=SEGMENTS, num_warps=warps, **overlap,
     )  # fmt: skip

@@ -38,6 +38,8 @@ MOST_CODED = 512
 """The most rows that are multiplied by codes; for more, experts are decoded."""
 DECODED = 2**28
 """Elements of experts that are decoded at a time."""
+REST, MOST_WITH_REST = 32, 136
+"""Blocks have 128 pairs and REST others up to this mean of an expert's pairs: then nearly all experts have one block."""
 LEAST_SHARED = 99 * 1024
 """Shared memory of a program on GPUs of compute capability 8 that have the least."""
 MOST_ROWS = 2**20
@@ -79,7 +81,7 @@ class Experts(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The configurations of the two products; BM is the same.
+    """The configurations of the two products; BM and REST are the same.
 
     Args:
         enter: Of the product with gate_up.
@@ -200,11 +202,11 @@ def products(tokens: Tensor, chosen: Tensor, made: Experts, tiles: Tiles | None 
     n = made.down.columns if isinstance(made.down, Codes) else made.down.shape[2]
     if tiles is None:
         tiles = tiles_of(tokens, count, n, width)
-    size, described = tiles.enter["BM"], False
+    size, described = tiles.enter["BM"] + tiles.enter["REST"], False
     if rows <= ALONE:
         groups = Groups(chosen.view(-1), None, 1)
     else:
-        described = made.shared is None and experts.leaves_by_descriptors(tokens, (k, n), size)
+        described = made.shared is None and experts.leaves_by_descriptors(tokens, (k, n), tiles.enter)
         groups = group(chosen, count + (made.shared is not None), size, described)
     if described:
         return _placed_products(tokens, made, groups, tiles, width)
@@ -232,7 +234,7 @@ def _placed_products(
         weights = Weights(weight, None, made.kind, begin)
         experts.multiply(tokens, weights, groups, hidden, every=width, tile=tiles.enter, placed=True)
     for weight, begin in _slices(made.down, tokens.dtype):
-        experts.leave(hidden, weight, groups, parts, begin)
+        experts.leave(hidden, weight, groups, parts, begin, rest=tiles.leave["REST"])
     return parts, groups.places
 
 
@@ -287,9 +289,9 @@ def grouped_products(tokens: Tensor, chosen: Tensor, made: Experts) -> tuple[Ten
     return F.grouped_mm(hidden, made.down.transpose(1, 2), offs=ends), places
 
 
-def tile(BM: int, BN: int, BK: int, warps: int, stages: int, swap: bool = False) -> Tile:
+def tile(BM: int, BN: int, BK: int, warps: int, stages: int, *, swap: bool = False, rest: int = 0) -> Tile:
     """Return a configuration of multiply_blocks."""
-    return {"BM": BM, "BN": BN, "BK": BK, "SWAP": swap, "num_warps": warps, "num_stages": stages}
+    return {"BM": BM, "REST": rest, "BN": BN, "BK": BK, "SWAP": swap, "num_warps": warps, "num_stages": stages}
 
 
 def tiles_of(tokens: Tensor, count: int, n: int, width: int) -> Tiles:
@@ -311,7 +313,8 @@ def tiles_of(tokens: Tensor, count: int, n: int, width: int) -> Tiles:
     elif mean <= 64:
         found = Tiles(tile(64, 128, 64, 8, 4), tile(64, 128, 64, 8, 4))
     else:
-        found = Tiles(tile(128, 128, 64, 8, 3), tile(128, 128, 64, 8, 3))
+        rest = REST if mean <= MOST_WITH_REST and is_hopper(tokens.device) else 0
+        found = Tiles(tile(128, 128, 64, 8, 3, rest=rest), tile(128, 128, 64, 8, 3, rest=rest))
     enter, leave = _narrowed(found.enter, n), _narrowed(found.leave, k)
     if not is_hopper(tokens.device):
         enter, leave = (
