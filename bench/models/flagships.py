@@ -3,9 +3,10 @@
     python -m bench.models.flagships [--models NAMES] [--weights FORMATS] [--only PARTS] [--json FILE] [--profile]
 
 Parts: decode (one row after 4,096, 32,768 and 131,072 tokens; 64 and 256 rows after 512), prefill (4,096, 32,768 and
-131,072 tokens at once), pieces (131,072 tokens in pieces of 8,192), million (reading 1,048,576 tokens in pieces, and
-decoding after them). A bound counts the least bytes at the card's bandwidth, or the least operations at its matrix
-rate, whichever takes longer; where experts are chosen, every token chooses at random.
+131,072 tokens in one call, which the model reads in pieces of 16,384), pieces (131,072 tokens in calls of 8,192),
+million (reading 1,048,576 tokens in calls of 16,384, and decoding after them). A bound counts the least bytes at the
+card's bandwidth, or the least operations at its matrix rate, whichever takes longer; where experts are chosen, every
+token chooses at random.
 
 Weights are random, so tokens choose experts evenly, as the bound of several rows assumes. The state before a decoding
 step is made up: caches of random entries, not read from a prompt. Busy time and launches are those of one step in
@@ -55,9 +56,10 @@ class Bench:
         name: A preset.
         weights: Their format.
         profile: Whether kernels are printed.
+        keep: Receives every measurement.
     """
 
-    def __init__(self, name: str, weights: str, profile: bool) -> None:
+    def __init__(self, name: str, weights: str, profile: bool, keep: Callable[[dict[str, Any]], None]) -> None:
         self.name, self.weights, self.profile = name, weights, profile
         self.plan: MemoryPlan = plan_memory(
             read_model(name, "bfloat16", weights=None if weights == "bf16" else weights)
@@ -67,21 +69,21 @@ class Bench:
         torch.cuda.synchronize()
         self.made = time.perf_counter() - start
         self.own = torch.cuda.memory_allocated()
-        self.records: list[dict[str, Any]] = []
+        self.keep = keep
 
-    def note(self, what: str, ms: float, bound: float, call: Callable[[], Any] | None = None) -> None:
+    def note(self, what: str, ms: float, bound: float, call: Callable[[], Any] | None = None, **more: float) -> None:
         """Keep a measurement; call: what is profiled."""
-        record: dict[str, Any] = {"model": self.name, "weights": self.weights, "what": what, "ms": ms}
+        record: dict[str, Any] = {"model": self.name, "weights": self.weights, "what": what, "ms": ms, **more}
         record |= {"bound_ms": bound * 1e3, "ratio": ms / (bound * 1e3)}
         record["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         record["beyond_weights_gib"] = record["peak_gib"] - self.own / 2**30
         if call is not None:
             record["busy_ms"], record["launches"], kernels = profiled(call)
-            record["kernels"] = kernels[:15]
+            record["kernels"] = kernels[:30]
             if self.profile:
-                for name, time_ms, count in kernels[:15]:
+                for name, time_ms, count in kernels[:30]:
                     print(f"    {time_ms:8.3f} ms {count:5d}  {name[:110]}")
-        self.records.append(record)
+        self.keep(record)
         shown = {key: round(x, 3) if isinstance(x, float) else x for key, x in record.items() if key != "kernels"}
         print(shown, flush=True)
 
@@ -131,19 +133,20 @@ class Bench:
 
         ms = median_ms(read, rounds, "cuda", int(tokens <= 131072))
         bound = prefill_bound(self.plan, CARD, 1, tokens).seconds
-        self.note(f"read {tokens:,} in pieces of {piece:,}", ms, bound)
-        self.records[-1]["last_piece_ms"] = times[-1] * 1e3
+        self.note(f"read {tokens:,} in pieces of {piece:,}", ms, bound, last_piece_ms=times[-1] * 1e3)
 
 
 @torch.inference_mode()
-def measure(name: str, weights: str, parts: tuple[str, ...], profile: bool) -> list[dict[str, Any]]:
-    """Return the measurements of a model."""
+def measure(
+    name: str, weights: str, parts: tuple[str, ...], profile: bool, keep: Callable[[dict[str, Any]], None]
+) -> None:
+    """Measure a model; keep receives the results one by one."""
     if plan_memory(read_model(name, "bfloat16", weights=None if weights == "bf16" else weights)).weights > (
         torch.cuda.mem_get_info()[1] - LEFT
     ):
         print(f"{name} in {weights} does not fit")
-        return []
-    bench = Bench(name, weights, profile)
+        return
+    bench = Bench(name, weights, profile, keep)
     print(f"{name} in {weights}: {bench.own / 2**30:.1f} GiB of weights, made in {bench.made:.0f} s", flush=True)
     calls: dict[str, list[Callable[[], None]]] = {
         "decode": [
@@ -160,8 +163,7 @@ def measure(name: str, weights: str, parts: tuple[str, ...], profile: bool) -> l
                 call()
             except torch.OutOfMemoryError as error:
                 print(f"  {part}: out of memory: {str(error)[:120]}", flush=True)
-                bench.records.append({"model": name, "weights": weights, "what": part, "out_of_memory": True})
-    return bench.records
+                keep({"model": name, "weights": weights, "what": part, "out_of_memory": True})
 
 
 def main() -> None:
@@ -174,10 +176,20 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "these measurements need a GPU\n")
-    records = []
+    about = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+    }  # fmt: skip
+    records: list[dict[str, Any]] = []
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep(record: dict[str, Any]) -> None:
+        records.append(record)
+        args.json.write_text(json.dumps({"about": about, "records": records}, indent=1))
+
     for name in args.models.split(","):
         for weights in args.weights.split(","):
-            records += measure(name, weights, tuple(args.only.split(",")), args.profile)
+            measure(name, weights, tuple(args.only.split(",")), args.profile, keep)
             gc.collect()
             torch.cuda.empty_cache()
     columns = ["model", "weights", "what", "ms", "bound", "ratio", "busy", "launches", "GiB beyond weights"]
@@ -190,12 +202,6 @@ def main() -> None:
         for x in records if "ms" in x
     ]  # fmt: skip
     show("Published models at their real sizes", columns, rows)
-    about = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "date": datetime.now(UTC).isoformat(timespec="minutes"),
-    }  # fmt: skip
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({"about": about, "records": records}, indent=1))
 
 
 if __name__ == "__main__":
