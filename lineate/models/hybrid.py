@@ -211,7 +211,10 @@ class HybridLM(nn.Module):
                     "attention_mask and cu_seqlens cannot be used together; packed sequences have no padding"
                 )
             return self._padded(input_ids, state, labels, attention_mask, last_only)
-        piece = piece_of(self, input_ids) if last_only else None
+        piece = None
+        if last_only and self.context is None:
+            others = [x for x in (self.embed, self.head) if x is not None]
+            piece = piece_of(input_ids, self.layers, others, alone=self.ranks is None)
         if piece is not None and (cu_seqlens is None or cu_seqlens.diff().all()):
             x, state = read_pieces(self._read, input_ids, state, cu_seqlens, piece)
         else:

@@ -35,7 +35,7 @@ def tensor_bytes(name: str, like: Tensor, dtype: torch.dtype, form: Formats = No
     return like.numel() * dtype_of(name, like, dtype).itemsize
 
 
-def weights_nbytes(model: nn.Module) -> int:
-    """Return the bytes that a model's parameters and buffers take as they are."""
-    tensors = (*model.parameters(), *model.buffers())
+def weights_nbytes(*modules: nn.Module) -> int:
+    """Return the bytes of the parameters and buffers of modules in their present formats."""
+    tensors = (x for module in modules for found in (module.parameters(), module.buffers()) for x in found)
     return sum(x.nbytes_kept if isinstance(x, QuantisedWeight) else x.nbytes for x in tensors)

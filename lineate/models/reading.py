@@ -1,7 +1,6 @@
 """Reading long prompts on a GPU in pieces, so that the memory of activations does not grow with the prompt."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +9,10 @@ from lineate.layers import MixtureOfExperts, TokenCache
 from lineate.models.nbytes import weights_nbytes
 from lineate.models.state import ModelState
 
-if TYPE_CHECKING:
-    from lineate.models.hybrid import HybridLM
-
 PIECE = 16384
 """The most tokens of a piece, of all rows together: enough for the matrix rate of a GPU, also where each token goes to
 8 of 256 experts, and few enough for about 2 GB of activations."""
-SMALLEST = 2048
+SMALLEST = 4096
 """The fewest tokens of a piece, where memory is short."""
 SHARE = 8
 """Activations of a piece may take this part of the memory that the weights leave, 1 / SHARE."""
@@ -27,38 +23,54 @@ Read = Callable[[Tensor, ModelState | None, Tensor | None], tuple[Tensor, ModelS
 """Reads ids after a state, packed or not; returns the input of the head, `b t hidden`, and the new state."""
 
 
-def piece_of(model: "HybridLM", ids: Tensor) -> int | None:
+def piece_of(ids: Tensor, blocks: nn.ModuleList, others: Sequence[nn.Module], *, alone: bool) -> int | None:
     """Return how many tokens, of all rows together, a call that wants the last logits alone reads at a time; None: all.
 
     It is decided by sizes that do not change while a program runs, so that the same prompt is read in the same pieces.
+
+    Args:
+        ids: The tokens.
+        blocks: The blocks of the model.
+        others: The modules around them.
+        alone: Whether no other ranks read the same tokens, which must read the same pieces.
     """
-    if not ids.is_cuda or ids.numel() <= SMALLEST or torch.is_grad_enabled() or model.context is not None:
+    if not ids.is_cuda or ids.numel() <= SMALLEST or torch.is_grad_enabled():
         return None
     if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return None
     piece = PIECE
-    if model.ranks is None:  # others must read the same pieces
-        room = torch.cuda.get_device_properties(ids.device).total_memory - weights_nbytes(model)
-        each = token_nbytes(model)
+    if alone:
+        weights, each = sizes_of(blocks)
+        room = torch.cuda.get_device_properties(ids.device).total_memory - weights - weights_nbytes(*others)
         while piece > SMALLEST and SHARE * piece * each > room:
             piece //= 2
     return piece if ids.numel() > piece else None
 
 
-def token_nbytes(model: "HybridLM") -> int:
-    """Return the bytes that the activations of a token take at most, estimated: the outputs of a block's products.
+def sizes_of(blocks: nn.ModuleList) -> tuple[int, int]:
+    """Return the bytes of the weights of all blocks, and an estimate of those that the activations of a token take.
 
-    On an H200, 131,072 tokens read at once: Kimi-Linear-48B 109 kB a token (estimated 134), Qwen3.5-35B-A3B 69 kB (93).
+    Blocks with modules of the same classes count as equal: to read the sizes of all of them takes milliseconds. The
+    activations are the outputs of a block's products. On an H200, 131,072 tokens read at once: Kimi-Linear-48B 109 kB a
+    token (estimated 125), Qwen3.5-35B-A3B 69 kB (85).
     """
+    kinds: dict[tuple[type, ...], list[nn.Module]] = {}
+    for block in blocks:
+        kinds.setdefault(tuple(type(x) for x in block.children()), []).append(block)
+    weights = sum(len(alike) * weights_nbytes(alike[0]) for alike in kinds.values())
+    return weights, max((token_nbytes(alike[0]) for alike in kinds.values()), default=0)
 
-    def width(module: nn.Module) -> int:
+
+def token_nbytes(block: nn.Module) -> int:
+    """Return the bytes of the outputs of a block's products for one token."""
+
+    def nbytes(module: nn.Module) -> int:
         if isinstance(module, MixtureOfExperts):
             _, hidden, size = module.experts_down.shape
-            return module.active * (hidden + 2 * size)
-        return module.out_features if isinstance(module, nn.Linear) else 0
+            return module.active * (hidden + 2 * size) * module.experts_down.dtype.itemsize
+        return module.out_features * module.weight.dtype.itemsize if isinstance(module, nn.Linear) else 0
 
-    widest = max((sum(map(width, block.modules())) for block in model.layers), default=0)
-    return (widest + 2 * model.config.hidden_size) * model.dtype.itemsize
+    return sum(map(nbytes, block.modules()))
 
 
 def read_pieces(

@@ -286,7 +286,7 @@ def test_pairs_beyond_a_tile(path, kind, hidden, size):
 @pytest.mark.parametrize("path", [param(INTERPRETER)])
 @pytest.mark.parametrize("rest", [0, 16])
 def test_blocks_by_descriptors(path, rest, monkeypatch):
-    """What lies between the products is in the order of the blocks; the experts come in two slices."""
+    """The results of the first product are in the order of the blocks; the experts come in two slices."""
     monkeypatch.setattr(experts, "LEAVE", {"BN": 16, "BK": 16, "STAGES": 2})
     layer = layer_of(path, 48, 32)
     _, made = parts_of(layer)

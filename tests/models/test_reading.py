@@ -43,7 +43,7 @@ def test_pieces_equal_one_call(most: int, before: int, monkeypatch: pytest.Monke
     state = model(draw(2, before, seed=1)).state if before else None
     kept = None if state is None else [x[name].clone() for x in state.layers for name in x.names]
     expected = model(ids, state, last_only=True)
-    monkeypatch.setattr(hybrid, "piece_of", lambda model, ids: 2 * most)
+    monkeypatch.setattr(hybrid, "piece_of", lambda *_, **__: 2 * most)
     monkeypatch.setattr(reading, "CHUNK", 1)
     found = model(ids, state, last_only=True)
     torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
@@ -67,43 +67,47 @@ def test_packed_prompts_are_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
         return read(model, x, *others)
 
     model.hidden = hidden  # type: ignore[method-assign]
-    monkeypatch.setattr(hybrid, "piece_of", lambda model, ids: 10)
+    monkeypatch.setattr(hybrid, "piece_of", lambda *_, **__: 10)
     monkeypatch.setattr(reading, "CHUNK", 1)
     for bounds, pieces in (([0, 3, 35, 60], [3, 10, 10, 10, 2, 10, 10, 5]), ([0, 3, 3, 60], [60])):
         packed, given[:] = torch.tensor(bounds), []
         found = model(ids, None, packed, last_only=True)
         assert given == pieces, "with an empty one they are read together"
-        monkeypatch.setattr(hybrid, "piece_of", lambda model, ids: None)
+        monkeypatch.setattr(hybrid, "piece_of", lambda *_, **__: None)
         expected = model(ids, None, packed, last_only=True)
-        monkeypatch.setattr(hybrid, "piece_of", lambda model, ids: 10)
+        monkeypatch.setattr(hybrid, "piece_of", lambda *_, **__: 10)
         torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
         close(found.state, expected.state)
 
 
 @torch.no_grad()
 def test_on_a_cpu_it_is_one_call() -> None:
-    assert reading.piece_of(random_model(CONFIG), draw(1, 50000)) is None
+    model = random_model(CONFIG)
+    assert reading.piece_of(draw(1, 50000), model.layers, [model.embed], alone=True) is None
 
 
 def test_the_size_of_a_piece_follows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """It depends on the card and on the weights alone, never on what else the card has at the moment."""
     model = random_model(replace(CONFIG, experts=EXPERTS))
-    each, own = reading.token_nbytes(model), weights_nbytes(model)
-    assert own == sum(x.nbytes for x in model.state_dict().values())
+    own, each = reading.sizes_of(model.layers)
+    assert own == weights_nbytes(model.layers) == sum(x.nbytes for x in model.layers.state_dict().values())
+    own += weights_nbytes(model.embed)
     feed = model.layers[0].feed
+    assert each == max(map(reading.token_nbytes, model.layers))
     assert each > 4 * feed.active * (64 + 2 * EXPERTS.size), "what the experts of a token write"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
-    def piece(tokens: int, room: float) -> int | None:
+    def piece(tokens: int, room: float, alone: bool = True) -> int | None:
         card = SimpleNamespace(total_memory=own + room * each * reading.SHARE)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
         ids = SimpleNamespace(is_cuda=True, numel=lambda: tokens, device="cuda")
-        return reading.piece_of(model, ids)  # type: ignore[arg-type]
+        return reading.piece_of(ids, model.layers, [model.embed], alone=alone)  # type: ignore[arg-type]
 
     with torch.no_grad():
         assert piece(100000, 1e6) == piece(16385, 16384) == 16384 and piece(16384, 16384) is None
         assert piece(100000, 16383) == 8192 and piece(8192, 16383) is None
-        assert piece(100000, 10) == 2048 and piece(2048, 10) is None
+        assert piece(100000, 10) == 4096 and piece(4096, 10) is None
+        assert piece(100000, 10, alone=False) == 16384, "other ranks may have another card"
     assert piece(100000, 16383) is None, "gradients need the activations of all tokens"
 
 
@@ -121,7 +125,7 @@ def test_long_prompts_on_a_gpu(packed: bool, before: int, monkeypatch: pytest.Mo
     expected = model(ids, state, bounds, last_only=True)
     monkeypatch.setattr(reading, "PIECE", 130)
     monkeypatch.setattr(reading, "SMALLEST", 130)
-    assert reading.piece_of(model, ids) == 130
+    assert reading.piece_of(ids, model.layers, [model.embed], alone=True) == 130
     found = model(ids, state, bounds, last_only=True)
     torch.testing.assert_close(found.logits, expected.logits, rtol=1e-3, atol=1e-3)
     close(found.state, expected.state, 1e-3)

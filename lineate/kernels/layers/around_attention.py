@@ -1,4 +1,4 @@
-"""What surrounds the attention of a prompt, without gradients: the keys of latent attention, and the output's gate.
+"""The launches before and after the attention of a prompt, without gradients: keys of latent attention, the gate.
 
     k_h = (W_kh c, p)          one tensor of keys, whose last channels all heads share
     y = o sigmoid(z)

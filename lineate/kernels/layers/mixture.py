@@ -39,7 +39,7 @@ MOST_CODED = 512
 DECODED = 2**28
 """Elements of experts that are decoded at a time."""
 REST, MOST_WITH_REST = 32, 136
-"""Blocks have 128 pairs and REST others up to this mean of an expert's pairs: then nearly all experts have one block."""
+"""Up to this mean of an expert's pairs, blocks have 128 and REST others, so that nearly all experts have one block."""
 LEAST_SHARED = 99 * 1024
 """Shared memory of a program on GPUs of compute capability 8 that have the least."""
 MOST_ROWS = 2**20
@@ -299,8 +299,8 @@ def tiles_of(tokens: Tensor, count: int, n: int, width: int) -> Tiles:
 
     Up to FEW rows they are the same. us on an H200 of the two products, Qwen3.5-35B-A3B (k 2048, n 512, 256 experts):
 
-                     BM 64 (8 warps)    BM 128
-        4096 rows    406, 254           373, 223
+                     BM 64 (8 warps)    BM 128      BM 128, 4 stages    REST 32     REST 32, 4 stages
+        4096 rows    406, 254           363, 223    346                 338, 197    321
     """
     rows, k = tokens.shape
     mean = rows * width // count  # pairs of an expert
@@ -314,7 +314,7 @@ def tiles_of(tokens: Tensor, count: int, n: int, width: int) -> Tiles:
         found = Tiles(tile(64, 128, 64, 8, 4), tile(64, 128, 64, 8, 4))
     else:
         rest = REST if mean <= MOST_WITH_REST and is_hopper(tokens.device) else 0
-        found = Tiles(tile(128, 128, 64, 8, 3, rest=rest), tile(128, 128, 64, 8, 3, rest=rest))
+        found = Tiles(tile(128, 128, 64, 8, 4, rest=rest), tile(128, 128, 64, 8, 3, rest=rest))
     enter, leave = _narrowed(found.enter, n), _narrowed(found.leave, k)
     if not is_hopper(tokens.device):
         enter, leave = (

@@ -55,7 +55,7 @@ def join_block(
 
     before and found are `row head count SIZE`, with strides in units of UNIT elements; their logarithms
     `row head count`. The result is `row count HEADS SIZE` and replaces before_logs; or if ENDS, of queries
-    front .. front + t alone, `row t HEADS SIZE`. Its rows are after_row units apart.
+    front .. front + t alone, `row t HEADS SIZE`. Its rows have a stride of after_row units.
     """
     tiles = tl.cdiv(count * HEADS, BM)
     row = (tl.program_id(0) // tiles).to(tl.int64)
