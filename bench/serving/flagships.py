@@ -2,6 +2,7 @@
 
     python -m bench.serving.flagships [--preset kimi-linear-48b] [--clients 1,32,128] [--json FILE]
     python -m bench.serving.flagships --long 1048576 --new 64
+    python -m bench.serving.flagships --published throughput
 
 The server is a process of its own; each client streams one completion of a prompt of random ids, greedily and without
 an end token. "first" and "between" are seconds until the first token and between two tokens, as clients see them;
@@ -12,6 +13,9 @@ The bound is that of `lineate plan` for a step: the least bytes or operations, e
 --long sends one prompt of many ids, and reports the seconds to read it, the progress that the stream and the log
 showed, and the time of a token after it. Greedy texts of random weights may repeat themselves, and their tokens then
 choose few experts: compare with --temperature 1.
+
+--published runs a load for which others have published the figures of another engine on the same model and card, and
+shows theirs next to ours. Their texts were real ones or random words, and their clients another program.
 """
 
 import argparse
@@ -24,7 +28,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,6 +50,35 @@ PERIOD = 0.1
 """Seconds between two looks at the server's counts."""
 STEPS = 40
 """Steps of the engine alone that are timed."""
+
+
+class Published(NamedTuple):
+    """A load with published figures; each is that of the engine's defaults, and of the best options that were found.
+
+    Args:
+        requests: How many requests.
+        clients: The most that ran at a time.
+        prompt: Tokens of a prompt.
+        new: Tokens of an answer.
+        seconds: Until the last answer ended, by the engine's defaults in bfloat16.
+        best: The same, by the best options, with weights of 8 bits.
+    """
+
+    requests: int
+    clients: int
+    prompt: int
+    new: int
+    seconds: float
+    best: float
+
+
+PUBLISHED_PRESET = "qwen3-5-35b-a3b"
+PUBLISHED_SOURCE = "vLLM 0.17.1 on one H200, by docs.gpustack.ai/2.1/performance-lab/qwen3.5-35b-a3b/h200"
+PUBLISHED = {
+    "throughput": Published(1000, 512, 1024, 128, 40.37, 33.09),
+    "long": Published(100, 100, 32000, 100, 73.72, 59.32),
+    "generation": Published(200, 200, 1000, 2000, 57.74, 49.34),
+}
 
 
 def body_of(asked: argparse.Namespace, ids: Sequence[int], new: int) -> dict[str, Any]:
@@ -92,17 +125,25 @@ def step_seconds(seen: Sequence[dict[str, Any]], rows: int) -> float | None:
     return sum(b["time"] - a["time"] for a, b in pairs) / steps if steps else None
 
 
-async def run_clients(server: Server, bodies: Sequence[bytes]) -> tuple[list[Answer], list[dict[str, Any]]]:
-    """Return the answers to requests that are sent at once, and the server's counts meanwhile."""
+async def run_clients(
+    server: Server, bodies: Sequence[bytes], clients: int
+) -> tuple[list[Answer], list[dict[str, Any]]]:
+    """Return the answers to requests, of which a number of clients send one after another, and the server's counts."""
     seen: list[dict[str, Any]] = []
     watching = asyncio.ensure_future(watch(server, seen))
+    free = asyncio.Semaphore(clients)
+
+    async def answered(body: bytes) -> Answer:
+        async with free:
+            return await stream(server.port, body)
+
     try:
-        return await asyncio.gather(*(stream(server.port, body) for body in bodies)), seen
+        return await asyncio.gather(*map(answered, bodies)), seen
     finally:
         watching.cancel()
 
 
-def summarise(answers: Sequence[Answer], seen: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summarise(answers: Sequence[Answer], seen: Sequence[dict[str, Any]], clients: int) -> dict[str, Any]:
     """Return the numbers of clients that ran together."""
     began, ended = min(x.began for x in answers), max(x.times[-1] for x in answers)
     tokens = sum(x.tokens for x in answers)
@@ -110,12 +151,12 @@ def summarise(answers: Sequence[Answer], seen: Sequence[dict[str, Any]]) -> dict
     together = [t for x in answers for t in x.times if all_since < t <= all_until]
     firsts, gaps = [x.times[0] - x.began for x in answers], [gap for x in answers for gap in x.gaps]
     return {
-        "clients": len(answers), "tokens": tokens, "seconds": ended - began,
+        "clients": clients, "requests": len(answers), "tokens": tokens, "seconds": ended - began,
         "tokens_per_second": tokens / (ended - began),
-        "decode_tokens_per_second": len(together) / (all_until - all_since) if together else None,
+        "decode_tokens_per_second": len(together) / (all_until - all_since) if all_until > all_since else None,
         "first_median": statistics.median(firsts), "first_p99": percentile(firsts, 99),
         "between_median": percentile(gaps, 50), "between_p99": percentile(gaps, 99),
-        "served_step": step_seconds(seen, len(answers)),
+        "served_step": step_seconds(seen, clients),
     }  # fmt: skip
 
 
@@ -131,11 +172,12 @@ def serve_clients(asked: argparse.Namespace, clients: Sequence[int]) -> list[dic
             prompts = [[draw.randrange(vocab) for _ in range(asked.prompt)] for _ in range(count)]
             return [json.dumps(body_of(asked, ids, new)).encode() for ids in prompts]
 
-        asyncio.run(run_clients(server, bodies(1, 8)))  # whatever only the first request needs
+        asyncio.run(run_clients(server, bodies(1, 8), 1))  # whatever only the first request needs
         for count in clients:
-            answers, seen = asyncio.run(run_clients(server, bodies(count, asked.new)))
+            requests = bodies(asked.requests or count, asked.new)
+            answers, seen = asyncio.run(run_clients(server, requests, count))
             found.append({"what": "clients", "prompt": asked.prompt, "new": asked.new, "ready_seconds": ready})
-            found[-1] |= summarise(answers, seen)
+            found[-1] |= summarise(answers, seen, count)
             print({key: round(x, 4) if isinstance(x, float) else x for key, x in found[-1].items()}, flush=True)
     return found
 
@@ -203,6 +245,25 @@ def measure_clients(asked: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
+def measure_published(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure a load with published figures, print a table and return its numbers."""
+    load = PUBLISHED[asked.published]
+    asked.preset, asked.clients, asked.engine = PUBLISHED_PRESET, str(load.clients), False
+    asked.prompt, asked.new, asked.requests = load.prompt, load.new, load.requests
+    found = serve_clients(asked, [load.clients])[0]
+    total = load.requests * (load.prompt + load.new)
+    columns = ["", "seconds", "tokens/s, prompts included", "first token s", "99%"]
+    ours = [f"{found[key]:.2f}" for key in ("first_median", "first_p99")]
+    rows = [
+        [f"lineate, {asked.bits or asked.dtype}", f"{found['seconds']:.1f}", f"{total / found['seconds']:,.0f}", *ours],
+        ["theirs, defaults, bfloat16", f"{load.seconds:.1f}", f"{total / load.seconds:,.0f}", "", ""],
+        ["theirs, best options, fp8", f"{load.best:.1f}", f"{total / load.best:,.0f}", "", ""],
+    ]
+    show(f"{asked.preset}, {load.requests} requests: {load.prompt:,} + {load.new:,} tokens", columns, rows)
+    print(f"theirs: {PUBLISHED_SOURCE}")
+    return [found | {"what": asked.published, "published_seconds": [load.seconds, load.best]}]
+
+
 def _milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:.2f}"
 
@@ -253,6 +314,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--clients", default="1,32,128", help="how many stream at once, with commas between")
     parser.add_argument("--prompt", type=int, default=1024, help="ids of a prompt")
     parser.add_argument("--new", type=int, default=256, help="tokens of an answer")
+    parser.add_argument("--requests", type=int, help="how many in all; one of each client if not given")
+    parser.add_argument("--published", choices=tuple(PUBLISHED), help="run a load with published figures instead")
     parser.add_argument("--long", type=int, help="measure one prompt of this many ids instead")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--spacing", type=int, help="tokens of a piece of a prompt; the server's default if not given")
@@ -267,7 +330,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> None:
     """Measure, and write the numbers."""
     asked = parse(words)
-    results = measure_clients(asked) if asked.long is None else measure_long(asked)
+    if asked.published is not None:
+        results = measure_published(asked)
+    else:
+        results = measure_clients(asked) if asked.long is None else measure_long(asked)
     head = {
         "command": " ".join(["python -m bench.serving.flagships", *(words or given_command())]),
         "date": datetime.now(UTC).date().isoformat(), "torch": torch.__version__,

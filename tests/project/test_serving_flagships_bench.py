@@ -35,7 +35,7 @@ def test_a_step_is_timed_only_while_all_rows_decode():
 
 def test_numbers_of_clients_that_run_together():
     answers = [Answer(0.0, [1.0, 2.0, 3.0, 4.0], tokens=4), Answer(1.0, [3.0, 3.5, 4.5, 5.0], tokens=5)]
-    found = flagships.summarise(answers, [])
+    found = flagships.summarise(answers, [], 2)
     assert (found["tokens"], found["seconds"], found["tokens_per_second"]) == (9, 5.0, 1.8)
     assert found["decode_tokens_per_second"] == 2.0  # after 3 and up to 4: one token of each
     assert (found["first_median"], found["first_p99"], found["between_p99"]) == (1.5, 2.0, 1.0)
@@ -101,6 +101,7 @@ def test_clients_of_a_small_preset(tmp_path, capsys):
     flagships.main([*CPU, "--clients", "1,3", "--prompt", "150", "--new", "24", "--json", str(file)])
     said, found = capsys.readouterr().out, json.loads(file.read_text())["results"]
     assert [x["clients"] for x in found] == [1, 3] and [x["tokens"] for x in found] == [24, 72]
+    assert [x["requests"] for x in found] == [1, 3]
     for x in found:
         assert 0 < x["bound_step"] < x["engine_step"] and x["first_median"] <= x["first_p99"]
     assert "ready after" in said and "step ms, served" in said
@@ -114,3 +115,17 @@ def test_one_long_prompt_of_a_small_preset(tmp_path, capsys):
     assert (found["prompt"], found["new"], found["body_bytes"] > 700) == (700, 6, True)
     assert found["first_seconds"] >= found["read_seconds"] > found["bound_read"] > 0
     assert found["progress_comments"] == len(found["comments"]) and "its JSON s" in capsys.readouterr().out
+
+
+@pytest.mark.cover
+def test_a_load_with_published_figures(tmp_path, capsys, monkeypatch):
+    load = flagships.Published(requests=5, clients=2, prompt=70, new=6, seconds=2.0, best=1.0)
+    monkeypatch.setitem(flagships.PUBLISHED, "throughput", load)
+    monkeypatch.setattr(flagships, "PUBLISHED_PRESET", "tiny")
+    monkeypatch.setenv("COLUMNS", "200")
+    file = tmp_path / "found.json"
+    flagships.main([*CPU, "--published", "throughput", "--json", str(file)])
+    found, said = json.loads(file.read_text())["results"][0], capsys.readouterr().out
+    assert (found["what"], found["clients"], found["requests"], found["tokens"]) == ("throughput", 2, 5, 30)
+    assert found["published_seconds"] == [2.0, 1.0]
+    assert "theirs, defaults, bfloat16" in said and "190" in said and "vLLM" in said  # 5 * 76 tokens in 2 s
