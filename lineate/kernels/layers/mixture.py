@@ -299,8 +299,8 @@ def tiles_of(tokens: Tensor, count: int, n: int, width: int) -> Tiles:
 
     Up to FEW rows they are the same. us on an H200 of the two products, Qwen3.5-35B-A3B (k 2048, n 512, 256 experts):
 
-                     BM 64 (8 warps)    BM 128      BM 128, 4 stages    REST 32     REST 32, 4 stages
-        4096 rows    406, 254           363, 223    346                 338, 197    321
+                     BM 64 (8 warps)    BM 128      REST 32
+        4096 rows    406, 254           363, 223    338, 197
     """
     rows, k = tokens.shape
     mean = rows * width // count  # pairs of an expert
@@ -314,7 +314,7 @@ def tiles_of(tokens: Tensor, count: int, n: int, width: int) -> Tiles:
         found = Tiles(tile(64, 128, 64, 8, 4), tile(64, 128, 64, 8, 4))
     else:
         rest = REST if mean <= MOST_WITH_REST and is_hopper(tokens.device) else 0
-        found = Tiles(tile(128, 128, 64, 8, 4, rest=rest), tile(128, 128, 64, 8, 3, rest=rest))
+        found = Tiles(tile(128, 128, 64, 8, 3, rest=rest), tile(128, 128, 64, 8, 3, rest=rest))
     enter, leave = _narrowed(found.enter, n), _narrowed(found.leave, k)
     if not is_hopper(tokens.device):
         enter, leave = (
