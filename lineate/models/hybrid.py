@@ -216,6 +216,7 @@ class HybridLM(nn.Module):
             others = [x for x in (self.embed, self.head) if x is not None]
             piece = piece_of(input_ids, self.layers, others, alone=self.ranks is None)
         if piece is not None and (cu_seqlens is None or cu_seqlens.diff().all()):
+            check_state(state, self.layers, input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
             x, state = read_pieces(self._read, input_ids, state, cu_seqlens, piece)
         else:
             x, state = self._read(input_ids, state, cu_seqlens, continues)

@@ -81,6 +81,21 @@ def test_packed_prompts_are_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @torch.no_grad()
+def test_pieces_check_the_state_as_one_call_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, packed = random_model(CONFIG), torch.tensor([0, 3, 35, 60])
+    monkeypatch.setattr(hybrid, "piece_of", lambda *_, **__: 10)
+    for rows in (2, 4):
+        state = model(draw(rows, 4)).state
+        with pytest.raises(ValueError, match=f"state must have 3 rows, .* got {rows}"):
+            model(draw(1, 60), state, packed, last_only=True)
+        with pytest.raises(ValueError, match=f"state must have 1 rows, .* got {rows}"):
+            model(draw(1, 60), state, last_only=True)
+    for bounds in (None, packed):
+        with pytest.raises(TypeError, match="state must be a ModelState or None, got dict"):
+            model(draw(1, 60), {}, bounds, last_only=True)
+
+
+@torch.no_grad()
 def test_on_a_cpu_it_is_one_call() -> None:
     model = random_model(CONFIG)
     assert reading.piece_of(draw(1, 50000), model.layers, [model.embed], alone=True) is None
