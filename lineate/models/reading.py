@@ -1,6 +1,6 @@
 """Reading long prompts on a GPU in pieces, so that the memory of activations does not grow with the prompt."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,9 @@ def piece_of(ids: Tensor, blocks: nn.ModuleList, others: Sequence[nn.Module], *,
         others: The modules around them.
         alone: Whether no other ranks read the same tokens, which must read the same pieces.
     """
-    if not ids.is_cuda or ids.numel() <= SMALLEST or torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not ids.is_cuda:  # a graph must not depend on the number of tokens
         return None
-    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+    if ids.numel() <= SMALLEST or torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing():
         return None
     piece = PIECE
     if alone:
@@ -78,7 +78,8 @@ def read_pieces(
 ) -> tuple[Tensor, ModelState]:
     """Return the head's input of the last token of every row, `b 1 hidden`, and the state, as of one call.
 
-    Packed prompts are read one by one; the result is then `1 n_seqs hidden`, and none of them may be empty.
+    Of packed prompts, those that fit into a piece are read together, and a longer one alone; none of them may be empty.
+    The result is then `1 n_seqs hidden`.
 
     Args:
         read: Reads some tokens.
@@ -89,13 +90,33 @@ def read_pieces(
     """
     if cu_seqlens is None:
         return read_rows(read, ids, state, max(CHUNK, piece // ids.shape[0] // CHUNK * CHUNK))
-    last, states = [], []
-    for row, own in enumerate(ids.split(cu_seqlens.diff().tolist(), 1)):
-        before = None if state is None else state.select(torch.tensor([row], device=ids.device))
-        x, after = read_rows(read, own, before, piece)
+    last, states, begin, row = [], [], 0, 0
+    for lengths in runs_of(cu_seqlens.diff().tolist(), piece):
+        end = row + len(lengths)
+        own, bounds = ids[:, begin : begin + sum(lengths)], cu_seqlens[row : end + 1] - begin
+        before = None if state is None else state.select(torch.arange(row, end, device=ids.device))
+        if len(lengths) == 1:
+            x, after = read_rows(read, own, before, piece)
+        else:
+            x, after = read(own, before, bounds)
+            x = x[:, bounds[1:] - 1]
         last.append(x)
         states.append(after)
-    return torch.cat(last, 1), ModelState.join(states)
+        begin, row = begin + own.shape[1], end
+    seen = 0 if state is None else state.lengths
+    return torch.cat(last, 1), ModelState(ModelState.join(states).layers, seen + cu_seqlens.diff())
+
+
+def runs_of(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Yield the lengths in runs of at most `most` in all, or of a single one."""
+    run, total = [lengths[0]], lengths[0]
+    for length in lengths[1:]:
+        if total + length > most:
+            yield run
+            run, total = [], 0
+        run.append(length)
+        total += length
+    yield run
 
 
 def read_rows(read: Read, ids: Tensor, state: ModelState | None, most: int) -> tuple[Tensor, ModelState]:

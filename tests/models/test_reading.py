@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lineate.layers import Memory
 from lineate.models import HybridConfig, hybrid, reading
 from lineate.models.config import AttentionConfig, FeedConfig, LatentConfig, LinearConfig
 from lineate.models.nbytes import weights_nbytes
@@ -58,7 +59,7 @@ def test_pieces_equal_one_call(most: int, before: int, monkeypatch: pytest.Monke
 
 
 @torch.no_grad()
-def test_packed_prompts_are_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_packed_prompts_are_read_together_and_long_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = random_model(CONFIG), draw(1, 60)
     read, given = type(model).hidden, []
 
@@ -69,15 +70,23 @@ def test_packed_prompts_are_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
     model.hidden = hidden  # type: ignore[method-assign]
     monkeypatch.setattr(hybrid, "piece_of", lambda *_, **__: 10)
     monkeypatch.setattr(reading, "CHUNK", 1)
-    for bounds, pieces in (([0, 3, 35, 60], [3, 10, 10, 10, 2, 10, 10, 5]), ([0, 3, 3, 60], [60])):
-        packed, given[:] = torch.tensor(bounds), []
-        found = model(ids, None, packed, last_only=True)
-        assert given == pieces, "with an empty one they are read together"
-        monkeypatch.setattr(hybrid, "piece_of", lambda *_, **__: None)
-        expected = model(ids, None, packed, last_only=True)
-        monkeypatch.setattr(hybrid, "piece_of", lambda *_, **__: 10)
-        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
-        close(found.state, expected.state)
+    for bounds, pieces in (
+        ([0, 3, 35, 60], [3, 10, 10, 10, 2, 10, 10, 5]),
+        ([0, 1, 4, 10, 11, 31, 33, 60], [10, 1, 10, 10, 2, 10, 10, 7]),
+        ([0, 15, 20, 24, 60], [10, 5, 9, 10, 10, 10, 6]),
+        ([0, 3, 3, 60], [60]),
+    ):
+        packed, begun = torch.tensor(bounds), None
+        for _ in range(2):  # from nothing, then from the state
+            given[:] = []
+            found = model(ids, begun, packed, last_only=True)
+            assert given == pieces, "with an empty one they are read together"
+            monkeypatch.setattr(hybrid, "piece_of", lambda *_, **__: None)
+            expected = model(ids, begun, packed, last_only=True)
+            monkeypatch.setattr(hybrid, "piece_of", lambda *_, **__: 10)
+            torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
+            close(found.state, expected.state)
+            begun = expected.state
 
 
 @torch.no_grad()
@@ -93,6 +102,31 @@ def test_pieces_check_the_state_as_one_call_does(monkeypatch: pytest.MonkeyPatch
     for bounds in (None, packed):
         with pytest.raises(TypeError, match="state must be a ModelState or None, got dict"):
             model(draw(1, 60), {}, bounds, last_only=True)
+
+
+class Stateless(nn.Module):
+    """A mixer that keeps nothing."""
+
+    state_spec = ()
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(size, size, bias=False)
+
+    def forward(self, x: Tensor, *_: object) -> tuple[Tensor, Memory]:
+        return self.in_proj(x), Memory({})
+
+
+@torch.no_grad()
+def test_lengths_of_models_that_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(CONFIG)
+    for block in model.layers:
+        block.mixer, block.state_names = Stateless(64), ()
+    packed = torch.tensor([0, 3, 35, 60])
+    monkeypatch.setattr(hybrid, "piece_of", lambda *_, **__: 10)
+    state = model(draw(1, 60), None, packed, last_only=True).state
+    assert state.lengths.tolist() == [3, 32, 25]
+    assert model(draw(1, 60), state, packed, last_only=True).state.lengths.tolist() == [6, 64, 50]
 
 
 @torch.no_grad()
