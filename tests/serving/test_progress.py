@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+import time
 
 import pytest
 
@@ -146,6 +147,23 @@ def test_a_stream_gets_comments_while_its_prompt_is_read(engine):
     assert rest[-1] == "data: [DONE]" and data[-1]["choices"][0]["finish_reason"] == "length"
     first = rest.index(next(line for line in rest if line.startswith("data:")))
     assert not any("reading" in line for line in rest[first:])  # nothing once the prompt is read
+
+
+@pytest.mark.parametrize("progress", [0.4, 9.0])
+def test_a_heartbeat_comes_on_time_for_any_period_of_progress(engine, progress):
+    with (
+        served(engine, progress_seconds=progress, heartbeat_seconds=0.5) as server,
+        httpx.stream("POST", f"{server.url}/v1/completions", json=BODY, timeout=60) as answer,
+    ):
+        comments, lines = [], answer.iter_lines()
+        begun = time.perf_counter()
+        while len(comments) < 3:
+            comments += [line for line in [next(lines)] if line]
+        seconds = time.perf_counter() - begun
+        while engine.step():
+            pass
+        list(lines)
+    assert comments == [": still working"] * 3 and seconds < 3 * 0.5 + 0.7
 
 
 def test_openai_clients_do_not_see_comments(engine):

@@ -175,9 +175,10 @@ class Running:
         Args:
             limits: After how long there are comments; None: there are none.
         """
-        period = None if limits is None else min(limits.progress_seconds, limits.heartbeat_seconds)
-        silence = 0.0
+        period, silence = None, 0.0
         while self.unfinished:
+            if limits is not None:
+                period = min(limits.progress_seconds, limits.heartbeat_seconds - silence)
             try:
                 async with asyncio.timeout(period):
                     n, event = await self._events.get()
