@@ -87,7 +87,6 @@ def test_lengths_beyond_the_cache_read_nothing_outside(path):
 @pytest.mark.parametrize("turns", [True, False])
 def test_a_token_is_placed_into_the_cache(path, heads, rank, shared, turns):
     """Its latent vector after its norm, and the shared channels of key and queries after their rotation."""
-    turns = turns and shared > 0
     draw = torch.Generator().manual_seed(rank)
     rows, n = 3, 7
     y = torch.randn(rows, heads * (5 + shared) + rank + shared, generator=draw).to(path.dtype).to(path.device)

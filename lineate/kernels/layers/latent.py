@@ -176,6 +176,7 @@ def place(
     """
     rows, _, heads, size = r.shape
     rank = latent.shape[1]
+    frequencies = frequencies if size else None  # nothing to rotate: a program has no queries
     y = r if frequencies is None else torch.empty(rows, 1, heads, size, dtype=r.dtype, device=r.device)
     weight, eps, zero_centred = norm
     with torch.cuda.device_of(r):
