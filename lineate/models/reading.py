@@ -89,7 +89,7 @@ def read_pieces(
         piece: The most tokens that are read at a time, of all rows together.
     """
     if cu_seqlens is None:
-        return read_rows(read, ids, state, max(CHUNK, piece // ids.shape[0] // CHUNK * CHUNK))
+        return read_rows(read, ids, state, share_of(piece, ids.shape[0]))
     last, states, begin, row = [], [], 0, 0
     for lengths in runs_of(cu_seqlens.diff().tolist(), piece):
         end = row + len(lengths)
@@ -105,6 +105,11 @@ def read_pieces(
         begin, row = begin + own.shape[1], end
     seen = 0 if state is None else state.lengths
     return torch.cat(last, 1), ModelState(ModelState.join(states).layers, seen + cu_seqlens.diff())
+
+
+def share_of(piece: int, rows: int) -> int:
+    """Return how many tokens of each row are read at a time; piece: of all rows together."""
+    return max(CHUNK, piece // rows // CHUNK * CHUNK)
 
 
 def runs_of(lengths: Sequence[int], most: int) -> Iterator[list[int]]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from lineate.layers import kind_of
+from lineate.models.reading import PIECE, share_of
 from lineate.planning.compute import decode_bytes, plan_flops, touched_weights
 from lineate.planning.hardware import HARDWARE, Hardware, decode_bound, prefill_bound
 from lineate.planning.memory import MemoryPlan, plan_memory
@@ -141,7 +142,7 @@ def estimate_prefill(
         hardware: The machine.
         batch: Sequences at a time.
         tokens: Tokens of each sequence.
-        piece: Tokens that a sequence is read by at a time; None: all of them.
+        piece: Tokens of a sequence in a call, which reads PIECE of them at a time (models/reading.py); None: all.
     """
     fit = find_fit(hardware)
     if (why_not := _why_not("prefill", plan, fit)) is not None or fit is None:
@@ -197,11 +198,11 @@ def prefill_terms(plan: MemoryPlan, batch: int, tokens: int, piece: int | None =
         plan: The memory of the model.
         batch: Sequences at a time.
         tokens: Tokens of each sequence.
-        piece: Tokens that a sequence is read by at a time; None: all of them.
+        piece: Tokens of a sequence in a call, which reads PIECE of them at a time (models/reading.py); None: all.
     """
-    if piece is not None:
-        check_size("piece", piece)
-    at_once = tokens if piece is None else min(piece, tokens)
+    for name, value in (("batch", batch), ("tokens", tokens), ("piece", tokens if piece is None else piece)):
+        check_size(name, value)
+    at_once = min(tokens, share_of(PIECE, batch), tokens if piece is None else piece)
     flops, form = plan_flops(plan.model), weights_format(plan.model)
     attention = {"latent": 0, "keys and values": 0}
     for layer, kept in zip(flops.layers, plan.layers, strict=True):

@@ -26,6 +26,7 @@ from bench.models.fit_plan import (
     with_tables,
 )
 from lineate.cli import build_app
+from lineate.models.reading import PIECE
 from lineate.planning import (
     HARDWARE,
     estimate_decode,
@@ -162,9 +163,15 @@ def test_pieces_of_a_prompt_read_the_weights_again():
     plan = plan_memory(read_model(FLAGSHIPS[0]))
     whole = estimate_prefill(plan, H200, 1, 65536)
     assert estimate_prefill(plan, H200, 1, 65536, 65536) == whole == estimate_prefill(plan, H200, 1, 65536, 2**20)
+    assert estimate_prefill(plan, H200, 1, 65536, PIECE) == whole, "a call reads so many at a time"
+    name = "bytes of weights in bfloat16"
+    one = prefill_terms(plan, 1, PIECE)[name]
+    assert prefill_terms(plan, 1, 65536)[name] == prefill_terms(plan, 4, 16384)[name] == 4 * one
     assert estimate_prefill(plan, H200, 1, 65536, 4096).seconds > whole.seconds
     with pytest.raises(ValueError, match="piece must be a whole number of at least 1, got 0"):
         estimate_prefill(plan, H200, 1, 65536, 0)
+    with pytest.raises(ValueError, match="batch must be a whole number of at least 1, got 0"):
+        estimate_prefill(plan, H200, 0, 65536)
 
 
 CASES = {
