@@ -347,7 +347,8 @@ def tables_of(fits: Mapping[str, Mapping[str, Fit]]) -> str:
         for what, fit in times.items():
             numbers = fit.numbers()
             lines += [f"| {what}, {hardware.name} | fitted |", "|---|---|"]
-            lines += [f"| {name} | {show_rate_of(name, x)} |" for name, x in numbers["coefficients"].items()]
+            pairs = zip(fit.names, fit.coefficients.tolist(), strict=True)  # unrounded, at most the machine's rates
+            lines += [f"| {name} | {show_rate_of(name, x)} |" for name, x in pairs]
             lines += ["", "| weights | measurements | left out: median, largest error |", "|---|---|---|"]
             for form, x in numbers["formats"].items():
                 lines.append(f"| {form} | {x['points']} | {x['median_error']:.0%}, {x['largest_error']:.0%} |")
