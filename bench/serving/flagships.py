@@ -35,6 +35,7 @@ import torch
 from bench.serving.streams import Answer, Server, stream
 from bench.timing import given_command, show
 from lineate.generation.choice import Sampling
+from lineate.models.presets import PRESETS
 from lineate.models.random_weights import random_model
 from lineate.planning import HARDWARE, MemoryPlan, plan_memory, read_model
 from lineate.planning.hardware import decode_bound, prefill_bound
@@ -221,9 +222,8 @@ def plan_of(asked: argparse.Namespace) -> MemoryPlan:
 
 def measure_clients(asked: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure each number of clients, print a table and return its numbers."""
-    clients = [int(word) for word in asked.clients.split(",")]
-    found = serve_clients(asked, clients)
-    alone = engine_steps(asked, clients) if asked.engine else {}
+    found = serve_clients(asked, asked.clients)
+    alone = engine_steps(asked, asked.clients) if asked.engine else {}
     card, plan, rows = HARDWARE[asked.hardware], plan_of(asked), []
     for x in found:
         count = x["clients"]
@@ -248,9 +248,9 @@ def measure_clients(asked: argparse.Namespace) -> list[dict[str, Any]]:
 def measure_published(asked: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure a load with published figures, print a table and return its numbers."""
     load = PUBLISHED[asked.published]
-    asked.preset, asked.clients, asked.engine = PUBLISHED_PRESET, str(load.clients), False
+    asked.preset, asked.clients, asked.engine = PUBLISHED_PRESET, [load.clients], False
     asked.prompt, asked.new, asked.requests = load.prompt, load.new, load.requests
-    found = serve_clients(asked, [load.clients])[0]
+    found = serve_clients(asked, asked.clients)[0]
     total = load.requests * (load.prompt + load.new)
     columns = ["", "seconds", "tokens/s, prompts included", "first token s", "99%"]
     ours = [f"{found[key]:.2f}" for key in ("first_median", "first_p99")]
@@ -304,24 +304,36 @@ def measure_long(asked: argparse.Namespace) -> list[dict[str, Any]]:
     return [found]
 
 
+def count_of(word: str) -> int:
+    """Return a whole number of at least 1."""
+    if not word.strip().isdecimal() or not int(word):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {word!r}")
+    return int(word)
+
+
+def counts_of(words: str) -> list[int]:
+    """Return whole numbers with commas between."""
+    return [count_of(word) for word in words.split(",")]
+
+
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="kimi-linear-48b")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="kimi-linear-48b")
     parser.add_argument("--dtype", default="bfloat16", help="of the weights")
-    parser.add_argument("--bits", help="of large weights: 16, 8, 4 or fp8; none: the dtype")
+    parser.add_argument("--bits", choices=("16", "8", "4", "fp8"), help="of large weights; none: the dtype")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--clients", default="1,32,128", help="how many stream at once, with commas between")
-    parser.add_argument("--prompt", type=int, default=1024, help="ids of a prompt")
-    parser.add_argument("--new", type=int, default=256, help="tokens of an answer")
-    parser.add_argument("--requests", type=int, help="how many in all; one of each client if not given")
+    parser.add_argument("--clients", type=counts_of, default="1,32,128", help="how many stream at once")
+    parser.add_argument("--prompt", type=count_of, default=1024, help="ids of a prompt")
+    parser.add_argument("--new", type=count_of, default=256, help="tokens of an answer")
+    parser.add_argument("--requests", type=count_of, help="how many in all; one of each client if not given")
     parser.add_argument("--published", choices=tuple(PUBLISHED), help="run a load with published figures instead")
-    parser.add_argument("--long", type=int, help="measure one prompt of this many ids instead")
+    parser.add_argument("--long", type=count_of, help="measure one prompt of this many ids instead")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--spacing", type=int, help="tokens of a piece of a prompt; the server's default if not given")
+    parser.add_argument("--spacing", type=count_of, help="tokens of a piece of a prompt; none: the server's default")
     parser.add_argument("--cache", default="0", help="memory for kept states, such as 1GB")
     parser.add_argument("--engine", action=argparse.BooleanOptionalAction, default=True, help="also time it alone")
-    parser.add_argument("--hardware", default="h200", help="whose bounds are shown")
+    parser.add_argument("--hardware", choices=tuple(HARDWARE), default="h200", help="whose bounds are shown")
     parser.add_argument("--patience", type=float, default=600, help="seconds until the server must be ready")
     parser.add_argument("--json", type=Path, default=Path("bench/out/serving-flagships.json"))
     return parser.parse_args(words)

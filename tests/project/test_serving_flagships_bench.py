@@ -75,6 +75,22 @@ def test_a_client_that_is_refused_says_why(server, body, message):
         asyncio.run(stream(server.port, body))
 
 
+WRONG = {
+    "--hardware": ("abacus", "invalid choice: 'abacus'"), "--preset": ("huge", "invalid choice: 'huge'"),
+    "--bits": ("3", "invalid choice: '3'"), "--clients": ("1,,3", "a whole number of at least 1, got ''"),
+    "--new": ("0", "a whole number of at least 1, got '0'"), "--prompt": ("-3", "got '-3'"),
+    "--long": ("1M", "got '1M'"), "--requests": ("0", "got '0'"), "--spacing": ("x", "got 'x'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_options_are_refused_before_anything_is_measured(name, capsys):
+    value, message = WRONG[name]
+    with pytest.raises(SystemExit):
+        flagships.main([f"{name}={value}"])
+    assert name in (said := capsys.readouterr().err) and message in said
+
+
 def test_options_of_the_server():
     asked = flagships.parse(["--bits", "fp8", "--new", "10", "--spacing", "8192"])
     words = flagships.options_of(asked, 1, 2**20)
