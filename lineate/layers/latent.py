@@ -19,7 +19,7 @@ from lineate.layers.configs import LatentConfig
 from lineate.layers.costs.attention import LATENT, latent_kept
 from lineate.layers.entry import check_call
 from lineate.layers.norm import RMSNorm
-from lineate.layers.projection import project
+from lineate.layers.projection import is_bare, project
 from lineate.layers.registry import MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
 from lineate.layers.softmax import (
@@ -137,24 +137,29 @@ class LatentAttention(nn.Module):
 
         return t <= MOST_TOKENS and self.rank <= WIDEST_RANK and self.rope_dim <= WIDEST_SHARED
 
+    @property
+    def absorbs(self) -> bool:
+        """Whether calling up_proj only multiplies by its weight: without an adapter, a hook or a bias."""
+        return type(self.up_proj) is nn.Linear and is_bare(self.up_proj) and self.up_proj.bias is None
+
     def _read(self, q: Tensor, state: TokenCache, cu_seqlens: Tensor | None) -> Tensor:
         """Attend with q `b t heads nope+rope` to the cache, which has its tokens; return `b t heads value`.
 
         Reading the cache itself costs rank + rank a pair instead of nope + value, but expands nothing. On a GPU a few
         tokens do so; a piece of a prompt reads keys and values that are made from one block of the cache at a time.
         """
-        cached, t = state["latent"], q.shape[1]
+        cached, t, absorbs = state["latent"], q.shape[1], self.absorbs
         if runs_kernels(q, cached, self.up_proj.weight):
             from lineate.kernels.layers.pieces import serves_piece  # triton, at its first use
 
-            if cu_seqlens is None and self.reads_own_length(t):
+            if cu_seqlens is None and absorbs and self.reads_own_length(t):
                 return self.absorbed(*self._parts(q), state, None)
             if cu_seqlens is None and isinstance(state.lengths, int) and takes_square(q, cached, self.value_dim):
                 return attend_long(q, lambda begin, end: self._expand(cached[:, begin:end]), state.lengths, self.scale)
             if serves_piece(q, cached, self.nope_dim, self.value_dim, self.rope_dim):
                 return attend_blocks(q, self._blocks(cached), state, self.scale, cu_seqlens)
         few = 4 * t < state.n and (t <= MOST_ABSORBED or not q.is_cuda)
-        if t == 1 or few:
+        if absorbs and (t == 1 or few):
             return self.absorbed(*self._parts(q), state, cu_seqlens)
         return self._expanded(q, state, cu_seqlens)
 

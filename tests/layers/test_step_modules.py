@@ -225,6 +225,52 @@ def test_latent_attention(theta, gate, rows):
         assert torch.equal(room[row, :n], state["latent"][row, :n])
 
 
+def add_bias(module: nn.Linear) -> nn.Module:
+    module.bias = nn.Parameter(torch.randn(module.out_features))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *(("up_proj", change) for change in (wrap, hook, replace_forward, add_bias)),
+        *(("latent_norm", change) for change in (hook, replace_forward)),
+    ],
+)
+@torch.no_grad()
+def test_latent_attention_calls_what_was_changed(name, change):
+    """A step multiplies by the weight of up_proj without calling it, but not where a call does more."""
+    torch.manual_seed(0)
+    mixer, x = latent(), torch.randn(1, 9, HIDDEN)
+    setattr(mixer, name, change(getattr(mixer, name)))
+    expected, _ = mixer(x)
+    _, state = mixer(x[:, :8])
+    for first in (8, 7):
+        found, _ = mixer(x[:, first:], mixer(x[:, :first])[1])
+        torch.testing.assert_close(found, expected[:, first:], rtol=1e-4, atol=1e-4)
+    room = {"latent": torch.cat((state["latent"], torch.zeros(1, 4, 1, 18)), 1)}
+    lengths = torch.tensor([8])
+    cache = CacheInPlace(room, 12, 1, (lengths, lengths + 1), {})
+    assert mix_step(RMSNorm(HIDDEN), mixer, x[:, 8:], cache, None) is None
+
+
+@pytest.mark.parametrize("name", ["decay_proj", "gate_proj"])
+@pytest.mark.parametrize("change", [None, wrap, hook, replace_forward])
+@torch.no_grad()
+def test_low_rank_gates_that_were_changed(name, change):
+    """Two of them are one launch; one that does more than multiply is called."""
+    torch.manual_seed(0)
+    norm, x, mixer = RMSNorm(HIDDEN), torch.randn(1, 1, HIDDEN), KimiDeltaAttention(HIDDEN, 2)
+    if change is not None:
+        setattr(mixer, name, change(getattr(mixer, name)))
+    _, state = mixer(torch.randn(1, 3, HIDDEN))
+    tensors = {key: y.clone(memory_format=torch.contiguous_format) for key, y in state.tensors.items()}
+    expected, _ = mixer(norm(x), state)
+    found = mix_step(norm, mixer, x, Memory(tensors, owned=True), None)
+    assert found is not None
+    torch.testing.assert_close(found.x, x + expected, rtol=1e-4, atol=1e-5)
+
+
 @torch.no_grad()
 def test_what_the_kernels_do_not_compute_is_called():
     norm, x = RMSNorm(HIDDEN), torch.randn(1, 1, HIDDEN)

@@ -245,7 +245,7 @@ def _latent_step(
     from lineate.kernels.layers.latent import place  # triton, at its first use
 
     cached, own = state["latent"], mixer.latent_norm
-    if not _are_bare(norm, mixer, mixer.in_proj, own, mixer.up_proj, mixer.out_proj):
+    if not mixer.absorbs or not _are_bare(norm, mixer, mixer.in_proj, own, mixer.up_proj, mixer.out_proj):
         return None
     if mixer.context is not None or cached.dtype != x.dtype or cached.stride(-1) != 1 or not mixer.reads_own_length(1):
         return None
