@@ -27,6 +27,7 @@ import torch
 from bench.models.quantised_gpu import median_ms, state_of
 from bench.timing import show
 from lineate.decoding import Decoder
+from lineate.models.presets import PRESETS
 from lineate.models.random_weights import random_model
 from lineate.planning import HARDWARE, MemoryPlan, plan_memory, read_model
 from lineate.planning.hardware import decode_bound, prefill_bound
@@ -174,6 +175,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("bench/out/flagships.json"))
     parser.add_argument("--profile", action="store_true", help="print the kernels that take longest")
     args = parser.parse_args()
+    chosen = (args.models, tuple(PRESETS)), (args.weights, WEIGHTS), (args.only, PARTS)
+    for flag, (words, known) in zip(("--models", "--weights", "--only"), chosen, strict=True):
+        if wrong := [word for word in words.split(",") if word not in known]:
+            parser.error(f"{flag} must be of {', '.join(known)}, got {', '.join(map(repr, wrong))}")
     if not torch.cuda.is_available():
         parser.exit(1, "these measurements need a GPU\n")
     about = {
