@@ -14,6 +14,7 @@ from lineate.layers import (
     LinearAttention,
     Mamba2,
     Memory,
+    MixtureOfExperts,
     RMSNorm,
     SwiGLU,
 )
@@ -90,6 +91,19 @@ def test_feed_forward(name, change):
         assert feed_step(norm, feed, x) is None
     else:
         torch.testing.assert_close(feed_step(norm, feed, x), x + feed(norm(x)))
+
+
+@torch.no_grad()
+def test_a_forward_that_is_set_on_a_class_is_called(monkeypatch):
+    """As a program does that watches all layers of a class."""
+    norm, x = RMSNorm(HIDDEN), torch.randn(1, 1, HIDDEN)
+    mixer, state = make(GatedDeltaNet)
+    for kind, feed in ((SwiGLU, SwiGLU(HIDDEN, 48)), (MixtureOfExperts, MixtureOfExperts(HIDDEN, 3, 2, 16))):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "forward", lambda self, x: 2 * x)
+            assert feed_step(norm, feed, x) is None
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * x)
+    assert mix_step(norm, mixer, x, state, None) is None
 
 
 @torch.no_grad()

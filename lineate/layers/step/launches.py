@@ -367,7 +367,7 @@ def _are_bare(*modules: nn.Module) -> bool:
     if _has_any_global_hook():
         return False
     for module in modules:
-        if type(module) not in KNOWN or not runs_own_forward(module):
+        if KNOWN.get(type(module)) is not type(module).forward or not runs_own_forward(module):
             return False
         quantised = type(module) in (nn.Linear, MixtureOfExperts)
         known = (*PLAIN_TENSORS, QuantisedWeight) if quantised else PLAIN_TENSORS
