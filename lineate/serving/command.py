@@ -4,6 +4,7 @@ import logging
 import signal
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lineate.console.extras import missing_module, not_installed
@@ -181,10 +182,16 @@ def _check_tensor(asked: ServeArguments) -> None:
 
 
 def _check_random(asked: ServeArguments) -> None:
-    """Raise if random weights are asked for without a preset, or in several processes."""
+    """Raise if random weights are asked for without a preset, or in several processes, or a preset without them."""
     from lineate.generation.loading import random_shape
+    from lineate.models.presets import PRESETS
 
     if not asked.random_weights:
+        if asked.folder in PRESETS and not Path(asked.folder).exists():
+            raise ValueError(
+                f"MODEL must be the folder of a run or of a model, or a name on the hub, got {asked.folder!r}, a "
+                "preset, which is a shape without weights; add --random-weights to measure its speed"
+            )
         return
     random_shape(asked.folder)
     if asked.tensor > 1 or asked.replicas is not None:

@@ -153,6 +153,15 @@ def test_what_is_refused(case, folder):
     assert code == 2 and expected in said, said
 
 
+def test_a_preset_is_no_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, said = lineate("kimi-linear-48b", "--port", "0")
+    assert code == 2 and "got 'kimi-linear-48b', a preset, which is a shape without weights" in said
+    assert said.endswith("add --random-weights to measure its speed")
+    (tmp_path / "kimi-linear-48b").mkdir()
+    assert "which has no model yet" in lineate("kimi-linear-48b", "--port", "0")[1], "a folder of that name"
+
+
 def test_random_weights_need_a_preset_and_one_process():
     code, said = lineate("--random-weights", "--port", "0")
     assert code == 2 and "--random-weights must be given with a preset, tiny," in said and said.endswith("got none")
