@@ -30,6 +30,7 @@ from lineate.layers import MixtureOfExperts
 from lineate.layers.gpu import coded, overlapping
 from lineate.models import HybridConfig, preset
 from lineate.quantised import QuantisedWeight
+from lineate.quantised.weight import kept_nbytes
 
 SHAPES = {"qwen": "qwen3-5-35b-a3b", "kimi": "kimi-linear-48b"}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 4096)
@@ -103,10 +104,10 @@ def tokens_of(layer: MixtureOfExperts, rows: int) -> list[Tensor]:
 def bound(layer: MixtureOfExperts, rows: list[Tensor]) -> tuple[float, float]:
     """Return the bytes that a call reads, and the least microseconds of a call."""
     pieces = [layer.experts_gate_up, layer.experts_down]
-    each = sum(x.nbytes_kept if isinstance(x, QuantisedWeight) else x.nbytes for x in pieces) / layer.count
+    each = sum(map(kept_nbytes, pieces)) / layer.count
     touched = statistics.mean(len(layer.route(x)[1].unique()) for x in rows)
     others = [p for p in layer.parameters() if all(p is not x for x in pieces)]
-    read = touched * each + sum(x.nbytes_kept if isinstance(x, QuantisedWeight) else x.nbytes for x in others)
+    read = touched * each + sum(map(kept_nbytes, others))
     products = 2 * len(rows[0]) * (layer.active * each_numbers(layer) + sum(x.numel() for x in others))
     return read, 1e6 * max(read / BYTES_PER_SECOND, products / FLOPS)
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from bench.timing import OtherProcesses, cpu_model, interleave, show
 from lineate.layers import MixtureOfExperts
-from lineate.quantised import QuantisedWeight, quantize
+from lineate.quantised import quantize
+from lineate.quantised.weight import kept_nbytes
 
 LAYERS = 3
 FORMS = ("float32", "bfloat16", "int8", "int4", "fp8")
@@ -33,10 +34,6 @@ def layer_of(form: str, hidden: int, count: int, active: int, size: int) -> Mixt
     for name in ("experts_gate_up", "experts_down"):
         setattr(layer, name, nn.Parameter(quantize(getattr(layer, name), form), requires_grad=False))
     return layer
-
-
-def nbytes(weight: Tensor) -> int:
-    return weight.nbytes_kept if isinstance(weight, QuantisedWeight) else weight.nbytes
 
 
 @torch.inference_mode()
@@ -53,7 +50,7 @@ def measure(layers: list[MixtureOfExperts], form: str, rows: int, rounds: int, b
     made = layer.run_few(x, chosen)
     assert made is not None and torch.equal(made, layer.run_sorted(x, chosen, layer.one_by_one))
     samples = interleave({way: partial(run, way) for way in turns}, rounds=rounds, budget=budget)
-    each = (nbytes(layer.experts_gate_up) + nbytes(layer.experts_down)) / layer.count
+    each = (kept_nbytes(layer.experts_gate_up) + kept_nbytes(layer.experts_down)) / layer.count
     read = each * sum(len(own.unique()) for _, own in given) / len(given)
     found = {way: 1e6 * times.median for way, times in samples.items()}
     return {"form": form, "rows": rows, "bytes": read, **found}

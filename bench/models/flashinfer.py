@@ -228,7 +228,7 @@ def measure(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
             error = error_of(calls[0](), wanted)
             torch.cuda.synchronize()
             yield row_of(case, contestant, graph_us(calls, rounds), error)
-        except Exception as failure:
+        except Exception as failure:  # whatever a contestant raises, the others go on
             print(f"{case} {contestant}: {type(failure).__name__}: {str(failure)[:2000]}", flush=True)
             torch.cuda.synchronize()  # raises if the failure has made the device unusable
         calls = ()

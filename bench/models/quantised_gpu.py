@@ -29,7 +29,8 @@ from lineate.decoding import Decoder
 from lineate.layers import Memory, TokenCache
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig, ModelState
 from lineate.models.random_weights import random_quantised
-from lineate.quantised import FORMATS, QuantisedWeight, float8_activations
+from lineate.quantised import FORMATS, float8_activations
+from lineate.quantised.weight import kept_nbytes
 
 BATCHES = (1, 8, 32)
 MANY = (128, 1024, 8192)
@@ -73,7 +74,7 @@ def model_of(config: HybridConfig, form: str, device: str) -> tuple[HybridLM, in
             shape = tuple(module.weight.shape)
             module.weight = nn.Parameter(random_weight(shape, form, device), requires_grad=False)
     read = [x for name, x in model.named_parameters() if not name.startswith("embed")]
-    return model, sum(x.nbytes_kept if isinstance(x, QuantisedWeight) else x.nbytes for x in read)
+    return model, sum(map(kept_nbytes, read))
 
 
 def state_of(model: HybridLM, rows: int, tokens: int) -> ModelState:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bench.serving.gguf_writer import write_gguf
 from lineate import quantised
 from lineate.models import HybridLM
+from lineate.quantised.weight import kept_nbytes
 
 VOCAB = 16384
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
@@ -157,4 +158,4 @@ def step_bytes(model: HybridLM) -> int:
     """Return the bytes of all weights that a decoding step reads: all but the rows of the embedding of other tokens."""
     skipped = None if model.config.tie_embeddings else "embed.weight"
     weights = [x for name, x in model.named_parameters() if name != skipped]
-    return sum(x.nbytes_kept if isinstance(x, quantised.QuantisedWeight) else x.nbytes for x in weights)
+    return sum(map(kept_nbytes, weights))

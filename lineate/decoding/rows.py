@@ -26,9 +26,10 @@ from lineate.decoding.in_place import (
     write_back,
 )  # fmt: skip
 from lineate.layers.formats import AS_COMPUTED, StateFormat
+from lineate.layers.projection import runs_own_forward
 from lineate.layers.registry import kind_of
 from lineate.layers.softmax import reads_own_length
-from lineate.layers.step.supported_modules import are_unchanged, runs_own_forward
+from lineate.layers.step.supported_modules import are_unchanged
 from lineate.models import HybridLM, ModelState
 from lineate.models.trail import ModelTrail
 

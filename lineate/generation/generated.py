@@ -9,7 +9,7 @@ from lineate.decoding import Decoder
 from lineate.decoding.rows import can_be_recorded
 from lineate.generation.choice import Sampling, choose_tokens
 from lineate.layers import Memory
-from lineate.layers.step.supported_modules import runs_own_forward
+from lineate.layers.projection import runs_own_forward
 from lineate.models import HybridLM, ModelState
 from lineate.native.product import MOST_ROWS
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 GATHERED = 16
 """Up to this many pairs of token and expert, a GPU copies the weights of each: fewer launches than sorting."""
-WIDEST_NORM = 8192
-"""The most channels of a norm that the router's launch computes: every program of it reads the row."""
 ALL_EXPERTS = 64
 """Up to this many tokens, a GPU without a grouped product for the dtype runs all experts, which needs no counts."""
 
@@ -172,7 +170,7 @@ class MixtureOfExperts(nn.Module):
 
     def after(self, norm: RMSNorm, x: Tensor) -> Tensor | None:
         """Return self(norm(x)) of one row x `1 hidden` on a GPU, the norm in the first launch; None if it cannot be."""
-        return self._run_in_place(x, norm=norm) if x.shape[1] <= WIDEST_NORM else None
+        return self._run_in_place(x, norm=norm)
 
     def run_in_torch(self, tokens: Tensor) -> Tensor:
         """Return the layer's output for tokens `n hidden`, with gradients if they are wanted."""
@@ -195,7 +193,8 @@ class MixtureOfExperts(nn.Module):
 
         residual: what is added to it. norm: of the tokens, one row.
         """
-        if not self._runs_own_code or kernels_for(tokens) is None or not is_eager(tokens):
+        kernels = kernels_for(tokens)
+        if not self._runs_own_code or kernels is None or not is_eager(tokens):
             return None
         if torch.is_autocast_enabled("cuda") or (torch.is_grad_enabled() and needs_grad(tokens, *self.parameters())):
             return None
@@ -214,9 +213,10 @@ class MixtureOfExperts(nn.Module):
         router = mixture.Router(self.router.weight, self.router_bias, gate, how)
         if not mixture.serves(tokens, router, made):
             return None
-        if norm is not None and self.shared is not None and not own:
+        beside = self.shared is not None and own is None
+        if norm is not None and (beside or tokens.shape[1] > kernels.WIDEST_NORM):
             return None
-        shared = None if self.shared is None or own else self.shared(tokens)
+        shared = self.shared(tokens) if beside else None  # type: ignore[misc]
         around = None if norm is None else (norm.weight, norm.eps, norm.zero_centred)
         return mixture.mix(tokens, router, made, shared, residual, around)
 

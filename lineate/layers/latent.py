@@ -19,7 +19,7 @@ from lineate.layers.configs import LatentConfig
 from lineate.layers.costs.attention import LATENT, latent_kept
 from lineate.layers.entry import check_call
 from lineate.layers.norm import RMSNorm
-from lineate.layers.projection import project
+from lineate.layers.projection import project, runs_own_forward
 from lineate.layers.registry import MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
 from lineate.layers.softmax import (
@@ -141,8 +141,7 @@ class LatentAttention(nn.Module):
     def absorbs(self) -> bool:
         """Whether calling up_proj only multiplies by its weight: without an adapter, a hook of its own or a bias."""
         up = self.up_proj
-        changed = up._forward_pre_hooks or up._forward_hooks or "forward" in vars(up)
-        return type(up) is nn.Linear and not changed and up.bias is None
+        return type(up) is nn.Linear and runs_own_forward(up) and up.bias is None
 
     def _read(self, q: Tensor, state: TokenCache, cu_seqlens: Tensor | None) -> Tensor:
         """Attend with q `b t heads nope+rope` to the cache, which has its tokens; return `b t heads value`.

@@ -51,10 +51,12 @@ def _few_rows(x: Tensor, module: nn.Linear) -> Tensor | None:
     return None
 
 
+def runs_own_forward(module: nn.Module) -> bool:
+    """Whether calling the module runs the forward of its class, without hooks of its own around it."""
+    return not (module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module))
+
+
 def is_bare(module: nn.Module) -> bool:
-    """Whether calling the module runs the forward of its class, and nothing before or after it."""
-    hooks = (
-        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
-        or _has_any_global_hook()
-    )  # fmt: skip
-    return not hooks and "forward" not in vars(module)
+    """Whether calling the module runs the forward of its class, and nothing before or after it, nor in a backward."""
+    backward = module._backward_pre_hooks or module._backward_hooks
+    return runs_own_forward(module) and not (backward or _has_any_global_hook())

@@ -26,6 +26,7 @@ from lineate.call import Inputs, Slots
 from lineate.layers.counts import Counts, count_up, nowhere, places
 from lineate.layers.entry import check_call
 from lineate.layers.mixer import LinearMixer
+from lineate.layers.projection import runs_own_forward
 from lineate.layers.state import LayerState, Memory, TokenCache
 from lineate.ops.rounding import round_memory
 from lineate.rule import compute_dtype
@@ -72,7 +73,7 @@ def trail(mixer: nn.Module, x: Tensor, state: LayerState, keep: str = "auto") ->
     if isinstance(state, TokenCache):
         return _cached(mixer, x, state)
     state = Memory(state.tensors, seeds=state.seeds)  # nothing may be overwritten before the tokens are chosen
-    if isinstance(mixer, LinearMixer) and type(mixer).forward is LinearMixer.forward and not _hooked(mixer):
+    if isinstance(mixer, LinearMixer) and type(mixer).forward is LinearMixer.forward and runs_own_forward(mixer):
         return _linear(mixer, x, state, keep)
     outputs, states = [], [state]
     for i in range(x.shape[1]):
@@ -82,11 +83,6 @@ def trail(mixer: nn.Module, x: Tensor, state: LayerState, keep: str = "auto") ->
         states.append(Memory(now.tensors, seeds=seeds))
     stored = {name: Stored([each[name] for each in states]) for name in state.names}
     return torch.cat(outputs, 1), MemoryTrail(stored, x.shape[1])
-
-
-def _hooked(mixer: nn.Module) -> bool:
-    """Whether something runs around the mixer's forward, which its parts would not see."""
-    return bool(mixer._forward_hooks or mixer._forward_pre_hooks or "forward" in vars(mixer))
 
 
 @dataclass(frozen=True)

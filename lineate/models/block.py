@@ -91,8 +91,7 @@ class Block(nn.Module):
         x = x + y
         if self.feed is None or self.feed_norm is None:
             return x, kept
-        fed = feed_step(self.feed_norm, self.feed, x.flatten(0, 1)[:, None])
-        return (self.run_feed(x) if fed is None else fed.view_as(x)), kept
+        return self._feed_tokens(x), kept
 
     def mix_and_feed(self, x: Tensor, state: LayerState | None, cu_seqlens: Bounds) -> tuple[Tensor, LayerState]:
         """Add the mixer's output to x `b t hidden`, then that of the feed-forward."""
@@ -108,9 +107,7 @@ class Block(nn.Module):
         if self.feed is None or self.feed_norm is None:
             return x, kept
         if type(self.feed) is MixtureOfExperts and self._in_steps and self.ranks is None and runs_steps(x):
-            fed = feed_step(self.feed_norm, self.feed, x.flatten(0, 1)[:, None])
-            if fed is not None:
-                return fed.view_as(x), kept
+            return self._feed_tokens(x), kept
         y = self._left(self.feed(self._entered(x if self.norm_after else self.feed_norm(x))))
         return self._added(x, self.feed_norm(y) if self.norm_after else y), kept
 
@@ -134,6 +131,12 @@ class Block(nn.Module):
         """Return x + feed(norm(x)), for a block with steps."""
         assert self.feed is not None and self.feed_norm is not None
         return x + self.feed(self.feed_norm(x))
+
+    def _feed_tokens(self, x: Tensor) -> Tensor:
+        """Run run_feed on a GPU, each token of x `b t hidden` as a row of a step where that has few launches."""
+        assert self.feed is not None and self.feed_norm is not None
+        fed = feed_step(self.feed_norm, self.feed, x.flatten(0, 1)[:, None])
+        return self.run_feed(x) if fed is None else fed.view_as(x)
 
     def _added(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y if self.residual_scale == 1 else x + self.residual_scale * y

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lineate.models.files.filling import dtype_of
-from lineate.quantised import QuantisedWeight
 from lineate.quantised.format import Format
+from lineate.quantised.weight import kept_nbytes
 from lineate.quantised.which import becomes_quantised
 
 Formats = Format | Mapping[str, Format] | None
@@ -38,4 +38,4 @@ def tensor_bytes(name: str, like: Tensor, dtype: torch.dtype, form: Formats = No
 def weights_nbytes(*modules: nn.Module) -> int:
     """Return the bytes of the parameters and buffers of modules in their present formats."""
     tensors = (x for module in modules for found in (module.parameters(), module.buffers()) for x in found)
-    return sum(x.nbytes_kept if isinstance(x, QuantisedWeight) else x.nbytes for x in tensors)
+    return sum(map(kept_nbytes, tensors))

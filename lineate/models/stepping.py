@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lineate.layers import LayerState
+from lineate.layers.projection import runs_own_forward
 from lineate.layers.step.native import (
     Recorded,
     bind,
@@ -20,7 +21,6 @@ from lineate.layers.step.native import (
     serves,
     serves_ids,
 )  # fmt: skip
-from lineate.layers.step.supported_modules import runs_own_forward
 from lineate.layers.step.unchanged import Unchanged
 from lineate.models.block import Block
 from lineate.native import step as native

@@ -310,3 +310,8 @@ _OPS: dict[Any, Callable[..., Any]] = {
 SmallWeight = QuantisedWeight  # what files of torch.save before 0.2.0 name, here or in lineate.small
 _NAMES = tuple((QuantisedWeight, f"lineate.{package}.weight.SmallWeight") for package in ("quantised", "small"))
 torch.serialization.add_safe_globals([QuantisedWeight, *_NAMES])  # so that torch.load accepts a saved state_dict
+
+
+def kept_nbytes(x: Tensor) -> int:
+    """Return the bytes that a tensor takes, quantised or not."""
+    return x.nbytes_kept if isinstance(x, QuantisedWeight) else x.nbytes

@@ -310,6 +310,19 @@ def test_blocks_by_descriptors(path, rest, monkeypatch):
     assert_near(found[places], plainly[1].double(), path.dtype)
 
 
+@pytest.mark.parametrize("path", [param(INTERPRETER)])
+@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
+def test_mixture_by_descriptors(path, kind, monkeypatch):
+    monkeypatch.setattr(experts, "LEAVE", {"BN": 16, "BK": 16, "STAGES": 2})
+    layer = layer_of(path, 48, 32, kind=kind)
+    x = draw(path, 70, 48)
+    expected, (router, made) = mixture.mix(x, *parts_of(layer)), parts_of(layer)
+    monkeypatch.setattr(experts, "leaves_by_descriptors", lambda *_: True)
+    places = mixture.products(x, chosen_by(layer, x)[1], made)[1]
+    assert places is not None and places.numel() == 70 * ACTIVE
+    assert_near(mixture.mix(x, router, made, residual=x), expected + x, path.dtype)
+
+
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_no_row_changes_the_bits_of_another(path):
     layer = layer_of(path, 72, 20, shared_size=20, shared_gate=True)

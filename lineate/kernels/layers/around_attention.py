@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineate.kernels.launching import ceil_div, next_power, start
-from lineate.kernels.layers.ops import strides_of
+from lineate.kernels.layers.ops import strides_of, unit_of
 from lineate.kernels.layers.rows import sigmoid
 
 
@@ -66,7 +66,7 @@ def keys_of(own: Tensor, shared: Tensor) -> Tensor:
     width = shared.shape[3]
     own, shared = (x if x.stride(3) == 1 else x.contiguous() for x in (own, shared))
     strides = *strides_of(own, 3), *strides_of(shared, 2)
-    unit = 8 if all(s % 8 == 0 for s in (size, width, *strides)) else 1
+    unit = unit_of((size, width, *strides))
     keys = torch.empty(b, n, heads, size + width, dtype=own.dtype, device=own.device)
     if keys.numel():
         with torch.cuda.device_of(own):
@@ -83,7 +83,7 @@ def gated(x: Tensor, gate: Tensor) -> Tensor:
     x, gate = x.contiguous(), gate if gate.stride(2) == 1 else gate.contiguous()
     strides = strides_of(gate, 2)
     y, block = torch.empty_like(x), min(next_power(n), 2048)
-    unit = 8 if all(s % 8 == 0 for s in (n, *strides)) else 1
+    unit = unit_of((n, *strides))
     if y.numel():
         with torch.cuda.device_of(x):
             start(gate_rows, (b * t * ceil_div(n, block),))(

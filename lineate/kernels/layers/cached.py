@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lineate.kernels.launching import next_power, overlap_options, shared_memory, start
-from lineate.kernels.layers.ops import KERNEL_DTYPES, strides_of
+from lineate.kernels.layers.ops import KERNEL_DTYPES, strides_of, unit_of
 from lineate.kernels.layers.parts import join, part_size, parts_of
 
 WIDEST_HEAD = 256
@@ -147,7 +147,7 @@ def cached_attention(
     kv = k.shape[2]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     strides = [s for x in (q, k, v) for s in strides_of(x, 3)]
-    unit = 8 if all(s % 8 == 0 for s in (size, *strides)) else 1
+    unit = unit_of((size, *strides))
     queries, width = heads // kv * t, max(16, next_power(size))
     usual, together = tiles_of(q.device, q.dtype, queries, width)
     tiles = usual if tiles is None else tiles

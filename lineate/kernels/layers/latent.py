@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lineate.kernels.launching import ceil_div, next_power, overlap_options, shared_memory, start
-from lineate.kernels.layers.ops import KERNEL_DTYPES, strides_of
+from lineate.kernels.layers.ops import KERNEL_DTYPES, strides_of, unit_of
 from lineate.kernels.layers.parts import join, part_size, parts_of
 from lineate.kernels.layers.products import Norm
 from lineate.kernels.layers.token import entered
@@ -238,7 +238,7 @@ def latent_attention(
     shared, queries = r.shape[3], t * heads
     q, r, cache = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, r, cache))
     strides = *strides_of(q, 3), *strides_of(r, 3), *strides_of(cache, 2)
-    unit = 8 if all(s % 8 == 0 for s in (rank, shared, *strides)) else 1
+    unit = unit_of((rank, shared, *strides))
     wide, narrow = max(16, next_power(rank)), max(16, next_power(shared)) if shared else 16
     tiles = tiles_of(q.device, q.dtype, queries, wide + narrow) if tiles is None else tiles
     programs = ceil_div(queries, tiles.queries)

@@ -208,34 +208,21 @@ def products(tokens: Tensor, chosen: Tensor, made: Experts, tiles: Tiles | None 
     else:
         described = made.shared is None and experts.leaves_by_descriptors(tokens, (k, n), tiles.enter)
         groups = group(chosen, count + (made.shared is not None), size, described)
-    if described:
-        return _placed_products(tokens, made, groups, tiles, width)
-    hidden = tokens.new_empty(rows * width, n)
+    places = groups.blocks.numel() * size if described else rows * width
+    hidden = tokens.new_empty(places, n)
     few = torch.float32 if rows <= FEW else tokens.dtype  # more rows would write as much as they read
-    parts = tokens.new_empty(rows * width, k, dtype=few)
+    parts = tokens.new_empty(places, k, dtype=few)
     own = (None, None) if made.shared is None else made.shared
     for weight, begin in _slices(made.gate_up, tokens.dtype):
         weights = Weights(weight, own[0], made.kind, begin)  # type: ignore[arg-type]
-        experts.multiply(tokens, weights, groups, hidden, every=width, tile=tiles.enter)
+        experts.multiply(tokens, weights, groups, hidden, every=width, tile=tiles.enter, placed=described)
     for weight, begin in _slices(made.down, tokens.dtype):
+        if described:
+            experts.leave(hidden, weight, groups, parts, begin, rest=tiles.leave["REST"])
+            continue
         weights = Weights(weight, own[1], None, begin)  # type: ignore[arg-type]
         experts.multiply(hidden, weights, groups, parts, every=1, tile=tiles.leave)
-    return parts.view(rows, width, k), None
-
-
-def _placed_products(
-    tokens: Tensor, made: Experts, groups: Groups, tiles: Tiles, width: int
-) -> tuple[Tensor, Tensor | None]:
-    """Return the outputs of all places `places k`, and the place of each pair."""
-    places = groups.blocks.numel() * groups.size
-    n = made.down.columns if isinstance(made.down, Codes) else made.down.shape[2]
-    hidden, parts = tokens.new_empty(places, n), tokens.new_empty(places, tokens.shape[1])
-    for weight, begin in _slices(made.gate_up, tokens.dtype):
-        weights = Weights(weight, None, made.kind, begin)
-        experts.multiply(tokens, weights, groups, hidden, every=width, tile=tiles.enter, placed=True)
-    for weight, begin in _slices(made.down, tokens.dtype):
-        experts.leave(hidden, weight, groups, parts, begin, rest=tiles.leave["REST"])
-    return parts, groups.places
+    return (parts, groups.places) if described else (parts.view(rows, width, k), None)
 
 
 def _slices(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:

@@ -1,5 +1,7 @@
 """The kernels of rows.py and rotary.py as torch ops, and the functions that layers call."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ WIDEST_NORM = 8192
 _PROGRAMS = 2048
 
 
-def _unit(sizes: tuple[int, ...]) -> int:
+def unit_of(sizes: Sequence[int]) -> int:
     """Return the unit of strides in elements: 8 if all are multiples of it, so a thread can load 16 bytes."""
     return 8 if all(size % 8 == 0 for size in sizes) else 1
 
@@ -72,7 +74,7 @@ def _convolve(
     x, weight = _dense_rows(x), weight.contiguous()
     state = None if state is None else state.to(x.dtype).contiguous()
     x_row, x_token = strides_of(x, 2)
-    unit = _unit((channels, x_row, x_token))
+    unit = unit_of((channels, x_row, x_token))
     constants = {"CHANNELS": channels, "SIZE": weight.shape[1], "UNIT": unit}
     sequences, bounds = _sequences(x, cu_seqlens)
 
@@ -113,7 +115,7 @@ def _convolve_backward(
     state = None if state is None else state.to(x.dtype).contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
     strides = (*strides_of(x, 2), *strides_of(dy, 2))
-    unit = _unit((channels, *strides))
+    unit = unit_of((channels, *strides))
     block = min(512, next_power(channels))
     channel_blocks = ceil_div(channels, block)
     size = weight.shape[1]
@@ -189,7 +191,7 @@ def convolve_in_place(x: Tensor, weight: Tensor, state: Tensor, bias: Tensor | N
     y = x.new_empty(x.shape)
     channels = x.shape[1]
     (x_row,) = strides_of(x, 1)
-    unit = _unit((channels, x_row))
+    unit = unit_of((channels, x_row))
     block = min(256, next_power(channels))
     with torch.cuda.device_of(x):
         start(convolution.convolve_one, (x.shape[0] * ceil_div(channels, block),))(
@@ -227,7 +229,7 @@ def _norm(
     gate = None if gate is None else _in_heads(gate)
     outer, heads, size = x.shape
     strides = (*strides_of(x, 2), *((0, 0) if gate is None else strides_of(gate, 2)))
-    unit = _unit((size, *strides))
+    unit = unit_of((size, *strides))
     tile = _norm_tiles(size, 4096)
     weight = weight.contiguous()
 
@@ -258,7 +260,7 @@ def _norm_backward(
     gate = None if gate is None else _in_heads(gate)
     outer, heads, size = x.shape
     strides = (*strides_of(x, 2), *((0, 0) if gate is None else strides_of(gate, 2)), *strides_of(dy, 2))
-    unit = _unit((size, *strides))
+    unit = unit_of((size, *strides))
     tile = _norm_tiles(size, 2048)
     most = _PROGRAMS if tile["BN"] <= 256 else _PROGRAMS // 4  # each writes its part of dweight
     tiles = ceil_div(ceil_div(outer * heads, tile["ROWS"]), most)
@@ -355,7 +357,7 @@ def _glu(x: Tensor) -> Tensor:
     x = as_rows(x)
     rows, n = x.shape[0], x.shape[1] // 2
     (x_row,) = strides_of(x, 1)
-    unit = _unit((n, x_row))
+    unit = unit_of((n, x_row))
     tile, programs = _unit_tiles(rows, n, 4096)
 
     def run() -> None:
@@ -376,7 +378,7 @@ def _glu_backward(dy: Tensor, x: Tensor) -> Tensor:
     x, dy = as_rows(x), as_rows(dy)
     rows, n = x.shape[0], x.shape[1] // 2
     strides = (*strides_of(x, 1), *strides_of(dy, 1))
-    unit = _unit((n, *strides))
+    unit = unit_of((n, *strides))
     tile, programs = _unit_tiles(rows, n, 2048)
 
     def run() -> None:
@@ -427,7 +429,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     b, t, heads, size = x.shape
     half = cos.shape[-1]
     strides = strides_of(x, 3)
-    unit = _unit((size, half, *strides))
+    unit = unit_of((size, half, *strides))
     tile = {"ROWS": 16, "BH": next_power(half), "BR": next_power(max(size - 2 * half, 1))}
 
     def run() -> None:

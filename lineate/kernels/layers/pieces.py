@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lineate.kernels.launching import ceil_div, is_hopper, next_power, shared_memory, start
 from lineate.kernels.layers.latent import load_tile
-from lineate.kernels.layers.ops import strides_of
+from lineate.kernels.layers.ops import strides_of, unit_of
 
 WIDEST_HEAD, WIDEST_SHARED = 256, 128
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -239,7 +239,7 @@ def piece_attention(
                 *strides_of(v, 3),
                 *((0, 0) if p is None else strides_of(p, 2)),
             )
-            unit = 8 if all(s % 8 == 0 for s in (size, value, shared, *strides)) else 1
+            unit = unit_of((size, value, shared, *strides))
             key, wide = _padded(size, value, shared)
             chosen = tiles_of(q.device, q.itemsize, key, wide) if tiles is None else tiles
             assert chosen is not None

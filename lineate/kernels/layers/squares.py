@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineate.kernels.launching import ceil_div, is_hopper, next_power, start
+from lineate.kernels.layers.ops import unit_of
 
 GRAIN = 1024
 LARGEST = 16384
@@ -102,7 +103,7 @@ def join(before: Sum, found: Sum, output: Tensor, front: int | None = None) -> N
     (kept, kept_logs), (own, logs) = before, found
     b, heads, count, size = own.shape
     strides = [output.stride(0), *(x.stride(i) for x in (kept, own) for i in (0, 2, 1))]
-    unit = 8 if all(s % 8 == 0 for s in (size, *strides)) else 1
+    unit = unit_of((size, *strides))
     rows = max(1, 2048 // next_power(size))
     with torch.cuda.device_of(own):
         start(join_block, (b * ceil_div(count * heads, rows),))(

@@ -25,13 +25,13 @@ from lineate.layers.latent import LatentAttention
 from lineate.layers.mamba2 import GroupedGatedNorm
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.norm import RMSNorm
-from lineate.layers.projection import project
+from lineate.layers.projection import project, runs_own_forward
 from lineate.layers.registry import step_of
 from lineate.layers.rope import frequencies
 from lineate.layers.softmax import reads_own_length
 from lineate.layers.state import CacheInPlace, LayerState, Memory
 from lineate.layers.step.spec import StepSpec
-from lineate.layers.step.supported_modules import KNOWN, runs_own_forward
+from lineate.layers.step.supported_modules import KNOWN
 from lineate.quantised import QuantisedWeight
 from lineate.torch_ops.tracing import PLAIN_TENSORS, is_eager
 

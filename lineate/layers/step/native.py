@@ -23,11 +23,12 @@ from lineate.layers.feed import SwiGLU
 from lineate.layers.mamba2 import GroupedGatedNorm
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
+from lineate.layers.projection import runs_own_forward
 from lineate.layers.registry import step_of
 from lineate.layers.rope import frequencies
 from lineate.layers.state import CacheInPlace, LayerState, Memory, TokenCache
 from lineate.layers.step.spec import StepSpec
-from lineate.layers.step.supported_modules import KNOWN, are_unchanged, runs_own_forward
+from lineate.layers.step.supported_modules import KNOWN, are_unchanged
 from lineate.native import product as products
 from lineate.native import step as native
 from lineate.native.build import available
