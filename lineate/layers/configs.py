@@ -34,11 +34,11 @@ class LinearConfig:
         normalize: whether linear attention is divided by q . (sum of keys) (L).
         sum_to_one: which features are divided by their sum (L): "q", "k", "qk", or "" for none of them.
         learned_bound: whether the decay of HGRN2 has a learned lower bound (H).
-        decay: the constant decays of retention (B), "retnet" or "lightning".
-        rope_theta: base of the rotation of q and k in retention (B); None: they carry no positions.
-        qk_activation: activation of q and k in retention (B), "none", "silu" or "relu".
-        value_activation: activation of v in retention (B), "none" or "silu".
-        norm: whether the output norm of retention (B) is one a "head" or one over "all" heads.
+        decay: the constant decays of retention (O), "retnet" or "lightning".
+        rope_theta: base of the rotation of q and k in retention (O); None: they carry no positions.
+        qk_activation: activation of q and k in retention (O), "none", "silu" or "relu".
+        value_activation: activation of v in retention (O), "none" or "silu".
+        norm: whether the output norm of retention (O) is one a "head" or one over "all" heads.
     """
 
     heads: int

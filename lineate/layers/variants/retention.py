@@ -232,7 +232,7 @@ class RotaryRetention(Retention):
 
 RETENTION_KIND = register(
     MixerKind(
-        letter="B",
+        letter="O",
         name="retention",
         label="retention",
         short="retnet",

@@ -20,7 +20,7 @@ from lineate.models.fields import show
 from lineate.models.files.loading import LoadingPlan, Piece
 
 LETTERS = {
-    "gated_deltanet": "G", "kda": "K", "delta_net": "D", "gla": "R", "hgrn2": "H", "retnet": "B", "linear_attn": "L",
+    "gated_deltanet": "G", "kda": "K", "delta_net": "D", "gla": "R", "hgrn2": "H", "retnet": "O", "linear_attn": "L",
 }  # fmt: skip
 GLA_RANK, FEED_MULTIPLE, HGRN2_EPS, RETNET_THETA = 16, 256, 1e-5, 10000.0
 """Values of its layers that its config.json does not name; HGRN2's output norm does not read norm_eps."""
@@ -289,7 +289,7 @@ def _take_rule(builder: PlanBuilder, i: int, source: str) -> None:
     norm = builder.first(*(f"{source}.{name}.weight" for name in _NORMS[letter]))
     width = values if letter == "H" else x.value_dim
     builder.copy(f"{target}.norm.weight", norm, (width,))
-    if letter == "B":  # a constant, of which the checkpoint has no tensor
+    if letter == "O":  # a constant, of which the checkpoint has no tensor
         decays = partial(_constant, values=(-retnet_decays(hv)).log())
         builder.pieces[f"{target}.A_log"] = [Piece(norm, (width,), take=decays)]
     if letter == "H" and x.learned_bound:  # one tensor has the bounds of all layers
@@ -303,7 +303,7 @@ def _take_rule(builder: PlanBuilder, i: int, source: str) -> None:
 
 
 _NORMS = {
-    "D": ("o_norm",), "R": ("g_norm_swish_gate", "g_norm"), "B": ("g_norm_swish_gate", "g_norm"), "H": ("g_norm",),
+    "D": ("o_norm",), "R": ("g_norm_swish_gate", "g_norm"), "O": ("g_norm_swish_gate", "g_norm"), "H": ("g_norm",),
     "L": ("norm",),
 }  # fmt: skip
 """The names of the output norm; GLA's and RetNet's depends on whether there is an output gate."""
