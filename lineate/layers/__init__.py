@@ -32,6 +32,8 @@ from lineate.layers.rwkv.time_mix import RWKV7
 from lineate.layers.state import Carried, LayerState, Memory, TensorSpec, TokenCache
 from lineate.layers.titans import Titans
 from lineate.layers.ttt import TTTMLP, TTTLinear
+from lineate.layers.variants.hgrn2 import HGRN2
+from lineate.layers.variants.retention import Retention, RotaryRetention
 
 __all__ = [
     "LinearAttention",
@@ -42,6 +44,9 @@ __all__ = [
     "LinearMixer",
     "Mamba2",
     "RWKV7",
+    "HGRN2",
+    "Retention",
+    "RotaryRetention",
     "LeastSquares",
     "TTTLinear",
     "TTTMLP",

@@ -59,7 +59,11 @@ def other_rows() -> tuple[Row, ...]:
     """Return a row for each other rule of lineate.rule.RULES; they are found by their ops."""
     described = {row.rule: row for row in OTHER_ROWS}
     five = [row.rule for row in ROWS]
-    return tuple(described.get(rule) or _undescribed(rule) for rule in equation.RULES if rule not in five)
+    return tuple(
+        described.get(rule) or _undescribed(rule)
+        for rule in equation.RULES
+        if rule not in five and not rule.writes  # the fitted step of one key and one value has one write
+    )
 
 
 def _undescribed(rule: Rule) -> Row:

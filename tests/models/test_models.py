@@ -365,7 +365,10 @@ def test_state_bytes_of_a_real_server():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pattern": "GGX"}, "pattern must be made of the letters L, R, D, G, K, S, T, P, N, C, E, A, M, V, got 'GGX'"),
+        (
+            {"pattern": "GGX"},
+            "pattern must be made of the letters L, R, D, G, K, S, T, P, N, C, E, A, M, V, H, O, got 'GGX'",
+        ),
         ({"pattern": ""}, "pattern must be made of the letters"),
         ({"n_layers": 0}, "n_layers must be at least 1, got 0"),
         ({"linear": None}, "linear must be given for the letter 'G'"),
@@ -375,7 +378,10 @@ def test_state_bytes_of_a_real_server():
         ({"mixer_only": (-1,)}, r"mixer_only must lie in 0 \.\. 3"),
         ({"mixer_only": (0, 1), "dense_layers": (1,), "experts": EXPERTS}, "no layer of dense_layers, got 1 in both"),
         ({"mixer_only": (0, 1), "feed": None}, "feed must be given"),
-        ({"feed": FeedConfig(8, "gelu")}, "FeedConfig.kind must be one of 'swiglu', 'relu2', 'channel_mix', got 'gelu'"),
+        (
+            {"feed": FeedConfig(8, "gelu")},
+            "FeedConfig.kind must be one of 'swiglu', 'relu2', 'channel_mix', got 'gelu'",
+        ),
         ({"residual_scale": 0.0}, "residual_scale must be finite and above 0, got 0.0"),
         ({"norm_after": "Z"}, "norm_after must be made of the letters"),
         ({"linear": LinearConfig(3, 4, 8, 8)}, "value_heads must be a multiple of heads = 3, got 4"),

@@ -30,7 +30,7 @@ from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rwkv.shift import mix_previous, previous_tokens, shift_spec, shift_weights
 from lineate.layers.state import Carried, Memory, TensorSpec
 from lineate.ops.rules import attend
-from lineate.rule import DPLR, compute_dtype
+from lineate.rule import DIAGONAL_PLUS_LOW_RANK, compute_dtype
 from lineate.torch_ops.elementwise import elementwise
 
 SHIFT = "shift"
@@ -219,7 +219,7 @@ class RWKV7(nn.Module):
         check_call(self, x, state, cu_seqlens)
         entered = self.enter(x, None if state is None else state[SHIFT], cu_seqlens, carried)
         inputs = entered.inputs.replace(state=None if state is None else state["memory"], cu_seqlens=cu_seqlens)
-        output, memory = attend(DPLR, inputs, Request(scale=1.0))
+        output, memory = attend(DIAGONAL_PLUS_LOW_RANK, inputs, Request(scale=1.0))
         return self.leave(output, entered), Memory({SHIFT: entered.last, "memory": memory})
 
     def enter(
