@@ -119,10 +119,9 @@ def test_what_cannot_be_read_is_named(tmp_path, layout, changes, message):
 
 
 def test_ranks_that_the_config_leaves_open_are_the_authors(tmp_path):
-    (tmp_path / "config.json").write_text(
-        json.dumps(fla_config(SIZES, hidden_size=2048, head_dim=64, num_heads=None, value_dim=None, intermediate_size=None)
-                   | {f"{x}_low_rank_dim": None for x in ("decay", "a", "v", "gate")})
-    )  # fmt: skip
+    sizes = {"hidden_size": 2048, "head_dim": 64, "num_heads": None, "value_dim": None, "intermediate_size": None}
+    ranks = {f"{x}_low_rank_dim": None for x in ("decay", "a", "v", "gate")}
+    (tmp_path / "config.json").write_text(json.dumps(fla_config(SIZES) | sizes | ranks))
     config = read_model(tmp_path).config
     assert config.rwkv == RwkvConfig(32, 64, None, 128, 128, 64, 224, 64e-5)
     assert config.feed == FeedConfig(8192, "channel_mix")
@@ -205,6 +204,7 @@ def test_packed_sequences_equal_separate_ones(name):
             torch.testing.assert_close(continued[row : row + 1], alone[:, -3:], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.cover
 @models
 def test_a_decoder_and_a_speculative_pass_equal_the_model(name):
     model, ids = made(MODELS[name](), torch.float32), ids_of(14, 31, rows=2)
@@ -230,6 +230,7 @@ def test_generation_continues_as_the_model_does():
     assert found == ids[0, 5:].tolist()
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("recompute", [False, True])
 def test_every_parameter_is_trained(recompute):
     """Gradients reach the first layer through the values that it hands on; recomputed blocks have the same."""
