@@ -30,6 +30,8 @@ from lineate.layers.registry import Look, MixerKind, ModelSizes, Operations, kin
 from lineate.layers.state import LayerState, Memory, TensorSpec, TokenCache
 from lineate.layers.titans import Titans
 from lineate.layers.ttt import TTTMLP, TTTLinear
+from lineate.layers.variants.delta_product import GatedDeltaProduct
+from lineate.layers.variants.gdn2 import GatedDeltaNet2
 from lineate.layers.variants.hgrn2 import HGRN2
 from lineate.layers.variants.retention import Retention, RotaryRetention
 
@@ -40,6 +42,8 @@ __all__ = [
     "GatedDeltaNet",
     "KimiDeltaAttention",
     "LinearMixer",
+    "GatedDeltaNet2",
+    "GatedDeltaProduct",
     "Mamba2",
     "HGRN2",
     "Retention",
