@@ -32,6 +32,8 @@ from lineate.layers.rwkv.time_mix import RWKV7
 from lineate.layers.state import Carried, LayerState, Memory, TensorSpec, TokenCache
 from lineate.layers.titans import Titans
 from lineate.layers.ttt import TTTMLP, TTTLinear
+from lineate.layers.variants.delta_product import GatedDeltaProduct
+from lineate.layers.variants.gdn2 import GatedDeltaNet2
 from lineate.layers.variants.hgrn2 import HGRN2
 from lineate.layers.variants.retention import Retention, RotaryRetention
 
@@ -42,6 +44,8 @@ __all__ = [
     "GatedDeltaNet",
     "KimiDeltaAttention",
     "LinearMixer",
+    "GatedDeltaNet2",
+    "GatedDeltaProduct",
     "Mamba2",
     "RWKV7",
     "HGRN2",

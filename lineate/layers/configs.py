@@ -38,6 +38,8 @@ class LinearConfig:
         rope_theta: base of the rotation of q and k in retention (O); None: they carry no positions.
         qk_activation: activation of q and k in retention (O), "none", "silu" or "relu".
         value_activation: activation of v in retention (O), "none" or "silu".
+        writes: keys and values a token of Gated DeltaProduct (U).
+        forgets: whether Gated DeltaProduct has a decay (U).
         norm: whether the output norm of retention (O) is one a "head" or one over "all" heads.
     """
 
@@ -62,6 +64,8 @@ class LinearConfig:
     qk_activation: str = field(default="none", metadata={"choices": ("none", "silu", "relu")})
     value_activation: str = field(default="none", metadata={"choices": ("none", "silu")})
     norm: str = field(default="head", metadata={"choices": ("head", "all")})
+    writes: int = field(default=2, metadata={"least": 1})
+    forgets: bool = True
 
     def check_sizes(self) -> None:
         """Raise if value heads cannot be divided among the key heads."""

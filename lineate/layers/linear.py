@@ -196,7 +196,7 @@ class DeltaNet(LinearMixer):
     """
 
     rule: ClassVar[Rule | None] = DELTA
-    gates: ClassVar[tuple[str, ...]] = ("values", "heads")
+    gates: tuple[str, ...] = ("values", "heads")
     options: ClassVar[tuple[str, ...]] = ("beta_scale",)
     normalize_qk = True
 

@@ -78,10 +78,12 @@ class LinearMixer(nn.Module):
         gate_bias: whether the projection behind gate_rank has a bias.
         bias: whether in_proj and out_proj have a bias.
         conv_bias: whether the short convolution has a bias.
+        writes: keys and values a token.
     """
 
-    gates: ClassVar[tuple[str, ...]]
-    """The width of each gate: "values" is hv*v, "keys" is hv*k, "heads" is hv, and the others are ranks."""
+    gates: tuple[str, ...]
+    """The width of each gate: "values" is hv*v (0 without an output gate), "written" is hv*v, "keys" is hv*k, "heads"
+    is hv, "writes" is hv for each write of a token, and the others are ranks."""
     options: ClassVar[tuple[str, ...]] = ()
     """Constructor arguments beyond those that all mixers share; LinearConfig has fields of the same names."""
     normalize_qk: ClassVar[bool] = False
@@ -125,6 +127,7 @@ class LinearMixer(nn.Module):
         gate_bias: bool = False,
         bias: bool = False,
         conv_bias: bool = False,
+        writes: int = 1,
     ) -> None:
         super().__init__()
         checks.check_choice("gate_activation", gate_activation, ("silu", "sigmoid", "none"))
@@ -134,13 +137,14 @@ class LinearMixer(nn.Module):
         if value_heads % heads:
             raise ValueError(f"value_heads must be a multiple of heads = {heads}, got {value_heads}")
         self.heads, self.value_heads, self.key_dim, self.value_dim = heads, value_heads, key_dim, value_dim
-        self.width = 2 * heads * key_dim + value_heads * value_dim  # of q | k | v
+        self.writes = writes
+        self.width = (1 + writes) * heads * key_dim + writes * value_heads * value_dim  # of q | k | v
         self.decay_rank = value_dim if decay_rank is None else decay_rank
         self.gate_rank, self.gate_bias = value_dim if gate_rank is None else gate_rank, gate_bias
         widths = {
             "values": 0 if gate_activation == "none" else value_heads * value_dim, "heads": value_heads,
-            "keys": value_heads * key_dim,
-            "decay_rank": self.decay_rank or value_heads * key_dim,
+            "writes": writes * value_heads, "keys": value_heads * key_dim,
+            "written": value_heads * value_dim, "decay_rank": self.decay_rank or value_heads * key_dim,
             "gate_rank": self.gate_rank or value_heads * value_dim,
         }  # fmt: skip
         self.splits = (self.width, *(widths[gate] for gate in self.gates))
@@ -166,16 +170,18 @@ class LinearMixer(nn.Module):
             Part(self.heads * self.key_dim, self.heads),
             Part(self.value_heads * self.value_dim, self.value_heads),
         )
-        parts = [keys, keys, values]
+        mixed = (keys, *[keys] * self.writes, *[values] * self.writes)
+        parts = [*mixed]
         for gate, width in zip(self.gates, self.splits[1:], strict=True):
             low = gate.endswith("_rank") and getattr(self, gate)
-            parts.append(Part(width, 0 if low else self.value_heads))
+            count = self.writes if gate == "writes" else 1
+            parts += [Part(width // count, 0 if low else self.value_heads)] * count
         cuts = linear_cuts("in_proj", self.in_proj, 0, tuple(parts))
         cuts |= linear_cuts("out_proj", self.out_proj, 1, (values,))
         if self.conv is not None:
-            cuts["conv.weight"] = Cut(0, (keys, keys, values))
+            cuts["conv.weight"] = Cut(0, mixed)
             if self.conv.bias is not None:
-                cuts["conv.bias"] = Cut(0, (keys, keys, values))
+                cuts["conv.bias"] = Cut(0, mixed)
         for name in ("A_log", "dt_bias", "D"):
             if (x := getattr(self, name, None)) is not None:
                 cuts[name] = Cut(0, (Part(x.shape[0], self.value_heads),))

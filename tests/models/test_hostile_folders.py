@@ -82,6 +82,10 @@ NEMOTRON = FAMILY | {
     "hybrid_override_pattern": "M-M*EM", "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 4, "n_groups": 2,
     "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 8,
 }  # fmt: skip
+RWKV = {
+    "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 4, "head_dim": 8, "intermediate_size": 16,
+    "decay_low_rank_dim": 4, "a_low_rank_dim": 4, "v_low_rank_dim": 4, "gate_low_rank_dim": 4,
+}  # fmt: skip
 BASES = {
     "lineate": {"model_type": "lineate", **preset("tiny", vocab_size=32).to_dict()},
     "qwen3_next": {"model_type": "qwen3_next", **FAMILY},
@@ -93,6 +97,7 @@ BASES = {
     "bamba": {"model_type": "bamba", **GRANITE},
     "nemotron_h": {"model_type": "nemotron_h", **NEMOTRON},
     "bailing_hybrid": {"model_type": "bailing_hybrid", **KIMI},
+    "rwkv7": {"model_type": "rwkv7", **RWKV},
     "llama": {"model_type": "llama", **FAMILY},
 }
 

@@ -367,7 +367,7 @@ def test_state_bytes_of_a_real_server():
     [
         (
             {"pattern": "GGX"},
-            "pattern must be made of the letters L, R, D, G, K, S, T, P, N, C, E, A, M, V, H, O, got 'GGX'",
+            "pattern must be made of the letters L, R, D, G, K, S, T, P, N, C, E, A, M, .*got 'GGX'",
         ),
         ({"pattern": ""}, "pattern must be made of the letters"),
         ({"n_layers": 0}, "n_layers must be at least 1, got 0"),

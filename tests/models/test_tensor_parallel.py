@@ -60,7 +60,11 @@ BASE = HybridConfig(
 )  # fmt: skip
 EXPERTS = ExpertsConfig(4, 2, 8, shared_size=12, shared_gate=True)
 MODELS = {
-    **{f"letter {letter}": replace(BASE, pattern=letter) for letter in "LRDGKSTPNCEAM"},
+    **{f"letter {letter}": replace(BASE, pattern=letter) for letter in "LRDGKSTPNCEAMHO"},
+    "feature maps": replace(BASE, pattern="L", linear=replace(BASE.linear, feature_map="product")),  # type: ignore[type-var]
+    "one norm over all heads": replace(
+        BASE, pattern="O", linear=replace(BASE.linear, norm="all", rope_theta=100.0, key_dim=8),  # type: ignore[type-var]
+    ),
     "all rules, tied": replace(BASE, n_layers=8, pattern="LRDGKSAM", tie_embeddings=True),
     "experts": replace(BASE, n_layers=3, pattern="KGA", experts=EXPERTS, dense_layers=(0,)),
     "sigmoid experts": replace(BASE, experts=replace(EXPERTS, scores="sigmoid", kind="relu2", shared_gate=False)),

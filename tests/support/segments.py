@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lineate.layers import (
+    HGRN2,
     DeltaNet,
     GatedAttention,
     GatedDeltaNet,
@@ -36,6 +37,7 @@ from lineate.layers import (
     LinearAttention,
     Mamba2,
     Memory,
+    Retention,
     TokenCache,
 )
 from lineate.models import (
@@ -65,6 +67,9 @@ MIXERS = {
     "gated delta, no convolution": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, conv_size=0),
     "kimi": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, decay_rank=5, gate_rank=7),
     "mamba": lambda: Mamba2(HIDDEN, 6, head_dim=5, state_dim=7, groups=2, norm_groups=3),
+    "hgrn2": lambda: HGRN2(HIDDEN, 2, **SIZES),
+    "retention": lambda: Retention(HIDDEN, 2, **SIZES, norm="all", conv_size=4).requires_grad_(),
+    "features": lambda: LinearAttention(HIDDEN, 2, **SIZES, feature_map="product", normalize=False),
     "attention": lambda: GatedAttention(HIDDEN, 4, kv_heads=2, head_dim=10, rotary_dim=6),
     "latent": lambda: LatentAttention(HIDDEN, 3, rank=9, nope_dim=6, rope_dim=4, value_dim=5, rope_theta=100.0),
 }

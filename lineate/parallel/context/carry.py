@@ -100,8 +100,8 @@ def _run_segment(run: Run, inputs: Inputs, bounds: Segment, corrects: bool) -> A
         return run(inputs.replace(cu_seqlens=bounds.cu_seqlens))
     k, v, memory = inputs.k, inputs.v, inputs.state
     rank, b, sequences = bounds.context.rank, v.shape[0], len(bounds.bounds) - 1
-    sizes = (b, v.shape[2], k.shape[3])
-    empty = v.new_zeros(*sizes, v.shape[3], dtype=compute_dtype(v.dtype))
+    sizes = (b, v.shape[-2], k.shape[-1])
+    empty = v.new_zeros(*sizes, v.shape[-1], dtype=compute_dtype(v.dtype))
     with torch.no_grad():
         left = empty
         if bounds.hands_on(rank):
@@ -111,8 +111,9 @@ def _run_segment(run: Run, inputs: Inputs, bounds: Segment, corrects: bool) -> A
         reads = across = None
         if bounds.continues:  # U and A: output and final state of the rule on the identity with values of 0
             identity = torch.eye(sizes[2], dtype=empty.dtype, device=v.device).expand(*sizes, sizes[2]).contiguous()
-            nothing = v.new_zeros(*v.shape[:3], sizes[2])
-            reads, across = _run(run, inputs.replace(v=nothing), identity, slice(0, bounds.first))
+            nothing = v.new_zeros(*v.shape[:-1], sizes[2])
+            unwritten = inputs.replace(v=nothing, write=None if inputs.write is None else nothing)
+            reads, across = _run(run, unwritten, identity, slice(0, bounds.first))
             across = across if corrects else across.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).contiguous()
         maps = _gather_maps(bounds.context, across, left, corrects)
     if bounds.continues:
