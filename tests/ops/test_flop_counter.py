@@ -145,7 +145,7 @@ GENERAL = {
 
 @pytest.mark.parametrize("case", GENERAL)
 def test_the_general_row_is_counted_as_its_products(case: str) -> None:
-    """The op is counted as the products that its chunks run, which the counter sees where the op is taken apart."""
+    """The op is counted as the products that its chunks run, which the counter sees without the op."""
     from lineate.call import Inputs, Options
     from lineate.forms import general_chunkwise
     from lineate.rule import row_of
