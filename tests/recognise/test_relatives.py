@@ -113,7 +113,7 @@ def test_distances_are_those_of_the_equation():
 WITHOUT_STATE = {
     "m = mu * m + outer(k, v - S.T @ k); S = S + b * m": "second-state",
     "S = eta * S - theta * outer(M.T @ k - v, k).T; M = (1 - a) * M + S": "second-state",
-    "z = z + k; S = S + outer(k, v)": "second-state",
+    "z = a * z + k; S = S + outer(k, v)": "second-state",
     "softmax(q @ k) * v": "softmax",
     "S = S + outer(torch.softmax(k, dim=-1), v)": "softmax",
 }
@@ -130,7 +130,7 @@ def test_what_is_no_update_of_one_memory(text):
 @pytest.mark.parametrize("text", ["S = tanh(exp(g) * S) + b * outer(k, v)", "S = a * S + b * outer(k, v - S.T @ q)"])
 def test_none(text):
     found = check(text)
-    assert found.match is None and not found.recognised and len(found.distances) == 2
+    assert found.change and found.match is None and not found.recognised and len(found.distances) == 2
     assert check(found.remedy).match.row.rule.name == "gated_delta_rule"
 
 
