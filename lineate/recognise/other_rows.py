@@ -51,7 +51,7 @@ def _general(x: Measured) -> Match | None:
         largest = max(largest, difference(op, r.new))
     if largest > TOLERANCE:
         return None
-    case = case_of_erase(erase, x.decay_shape, second)
+    case = case_of_erase(erase, x.decay_shape, along)
     named = [("log_decay", "0" if x.decay == "1" else logarithm(x.decay), x.decay_shape)]
     if second:
         named += [("erase", erase.strength, x.erase_shape), ("write", x.write, x.write_shape)]

@@ -135,7 +135,7 @@ def plain(text: str) -> str:
     text = re.sub(r"\^\s*(?:T\b|\{T\}|\N{DOWN TACK})", ".T", text)
     text = re.sub(r"\blambda\b(?!\s*[\w\s,*]*:)", "lam", text).replace(":=", "=")
     for letter, name in LETTERS.items():
-        text = re.sub(rf"{letter}(?!\w)", name, text)
+        text = re.sub(rf"{letter}(?![^\W\d])", name, text)
     for sign, code in SIGNS.items():
         text = text.replace(sign, code)
     for c in text:
