@@ -102,14 +102,22 @@ class Inputs:
 
     q: Tensor = field(metadata=_is("operand", "b t h k"))
     """`b t h k`."""
-    k: Tensor = field(metadata=_is("operand", "b t h k"))
-    """`b t h k`."""
-    v: Tensor = field(metadata=_is("operand", "b t hv v"))
-    """`b t hv v`."""
+    k: Tensor = field(metadata=_is("operand", "b t h k", "b t n h k"))
+    """`b t h k`; `b t n h k` for a rule with n writes a token."""
+    v: Tensor = field(metadata=_is("operand", "b t hv v", "b t n hv v"))
+    """`b t hv v`; `b t n hv v` for a rule with n writes a token."""
     log_decay: Tensor | None = field(default=None, metadata=_is("gate", "b t hv", "b t hv k"))
     """`b t hv`, `b t hv k`, or None; the raw gate if Options.raw_decay. (Ops also take `hv`: see spread_decay.)"""
-    beta: Tensor | None = field(default=None, metadata=_is("gate", "b t hv", "b t hv v"))
-    """`b t hv`, `b t hv v`, or None; the raw logit if Options.raw_beta."""
+    beta: Tensor | None = field(default=None, metadata=_is("gate", "b t hv", "b t hv v", "b t n hv"))
+    """`b t hv`, `b t hv v`, or None; `b t n hv` for n writes a token; the raw logit if Options.raw_beta."""
+    erase: Tensor | None = field(default=None, metadata=_is("gate", "b t hv k"))
+    """`b t hv k`, or None: what the key is multiplied by where it is compared, in gated_delta_rule_2."""
+    write: Tensor | None = field(default=None, metadata=_is("gate", "b t hv v"))
+    """`b t hv v`, or None: what the value is multiplied by, in gated_delta_rule_2."""
+    probe: Tensor | None = field(default=None, metadata=_is("gate", "b t hv k"))
+    """`b t hv k`, or None: the key that is compared, in diagonal_plus_low_rank."""
+    direction: Tensor | None = field(default=None, metadata=_is("gate", "b t hv k"))
+    """`b t hv k`, or None: the key that is erased, in diagonal_plus_low_rank."""
     state: Tensor | None = field(default=None, metadata=_is("state", "b hv k v", "n_seqs hv k v"))
     """`b hv k v`; `n_seqs hv k v` for packed sequences."""
     cu_seqlens: Tensor | None = field(default=None, metadata=_is("bounds", "n_seqs + 1"))
@@ -127,14 +135,19 @@ class Inputs:
         *,
         log_decay: Tensor | None = None,
         beta: Tensor | None = None,
+        erase: Tensor | None = None,
+        write: Tensor | None = None,
+        probe: Tensor | None = None,
+        direction: Tensor | None = None,
         state: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         A_log: Tensor | None = None,
         dt_bias: Tensor | None = None,
     ) -> None:
         tensors = {
-            "q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state, "cu_seqlens": cu_seqlens,
-            "A_log": A_log, "dt_bias": dt_bias,
+            "q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "erase": erase, "write": write,
+            "probe": probe, "direction": direction, "state": state, "cu_seqlens": cu_seqlens, "A_log": A_log,
+            "dt_bias": dt_bias,
         }  # fmt: skip
         _fill(self, tensors)
 
@@ -307,11 +320,11 @@ def in_one_dtype(inputs: Inputs) -> Inputs:
 def spread_decay(inputs: Inputs) -> Inputs:
     """Return the inputs with a constant log_decay of each head, `hv`, as a view `b t hv`; others unchanged."""
     v, log_decay = inputs.v, inputs.log_decay
-    if not isinstance(log_decay, Tensor) or log_decay.dim() != 1 or not isinstance(v, Tensor) or v.dim() != 4:
+    if not isinstance(log_decay, Tensor) or log_decay.dim() != 1 or not isinstance(v, Tensor) or v.dim() not in (4, 5):
         return inputs
-    if log_decay.shape[0] != v.shape[2]:
+    if log_decay.shape[0] != v.shape[-2]:
         return inputs
-    return inputs.replace(log_decay=log_decay.expand(*v.shape[:3]))
+    return inputs.replace(log_decay=log_decay.expand(*v.shape[:2], v.shape[-2]))
 
 
 def spread_bias(dt_bias: Tensor, gate: Tensor) -> Tensor:

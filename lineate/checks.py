@@ -17,12 +17,15 @@ _LETTERS = "(b, t, h, k)"
 def check_inputs(rule: Rule, inputs: Inputs) -> None:
     """Check q, k, v and the gates of one call against each other and against what the rule takes."""
     q, v, log_decay, beta = inputs.q, inputs.v, inputs.log_decay, inputs.beta
-    check_qkv(q, inputs.k, v)
+    if rule.writes:
+        _check_writes(rule, inputs)
+    else:
+        check_qkv(q, inputs.k, v)
     for name in inputs.gates():
         if name not in rule.gates:
             taken = ", ".join(rule.gates) or "no gates"
             raise ValueError(f"{name} must be None for {rule.name}, which takes {taken}, got a tensor; leave it None")
-    b, t, hv, value_dim = v.shape
+    b, t, *_, hv, value_dim = v.shape
     key_dim = q.shape[-1]
     if log_decay is not None or "none" not in rule.decays:
         plain = "delta_rule" if rule.corrects else "linear_attention"
@@ -39,7 +42,13 @@ def check_inputs(rule: Rule, inputs: Inputs) -> None:
         _check_tensor("beta", beta, q, missing=f"to write at full rate pass torch.ones{(b, t, hv)}")
         assert beta is not None
         allowed = [(b, t, hv), (b, t, hv, value_dim)]
-        if tuple(beta.shape) not in allowed:
+        if rule.writes:
+            if beta.shape != v.shape[:-1]:
+                raise ValueError(
+                    f"beta must have shape (b, t, n, hv) = {tuple(v.shape[:-1])}, got {tuple(beta.shape)}; "
+                    f"{rule.name} has one rate for each of the n writes of a token"
+                )
+        elif tuple(beta.shape) not in allowed:
             raise ValueError(
                 f"beta must have shape (b, t, hv) = {(b, t, hv)} "
                 f"or (b, t, hv, v) = {(b, t, hv, value_dim)}, got {tuple(beta.shape)}"
@@ -50,7 +59,7 @@ def check_inputs(rule: Rule, inputs: Inputs) -> None:
 
 def _check_other_gates(rule: Rule, inputs: Inputs) -> None:
     """Check the gates of a rule that have no check of their own against the shapes that their fields have."""
-    b, t, hv, value_dim = inputs.v.shape
+    b, t, *_, hv, value_dim = inputs.v.shape
     sizes = {"b": b, "t": t, "hv": hv, "v": value_dim, "k": inputs.q.shape[-1]}
     for field in inputs.FIELDS:
         if field.name not in rule.gates or field.name in ("log_decay", "beta"):
@@ -157,6 +166,21 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         check_device(name, x, q)
 
 
+def _check_writes(rule: Rule, inputs: Inputs) -> None:
+    """Check k `b t n h k` and v `b t n hv v`, of which each write is like the k and v of a rule with one."""
+    for name, letters in (("k", "(b, t, n, h, k)"), ("v", "(b, t, n, hv, v)")):
+        x = getattr(inputs, name)
+        if isinstance(x, Tensor) and (x.dim() != 5 or 0 in x.shape):
+            raise ValueError(
+                f"{name} must have 5 dimensions {letters} for {rule.name}, each at least 1, got shape "
+                f"{tuple(x.shape)}; with one write a token pass {name}.unsqueeze(2)"
+            )
+    writes = [x.shape[2] for x in (inputs.k, inputs.v) if isinstance(x, Tensor)]
+    if len(set(writes)) > 1:
+        raise ValueError(f"v must have as many writes a token as k, n = {writes[0]}, got {writes[1]}")
+    check_qkv(inputs.q, *(x[:, :, 0] if isinstance(x, Tensor) else x for x in (inputs.k, inputs.v)))
+
+
 def check_state(state: Tensor | None, v: Tensor, key_dim: int, n_states: int, *, narrow: bool = False) -> None:
     """Check a state `b hv k v` (packed: `n_seqs hv k v`) in float32, or float64 for float64 inputs.
 
@@ -166,11 +190,11 @@ def check_state(state: Tensor | None, v: Tensor, key_dim: int, n_states: int, *,
         return
     if not isinstance(state, Tensor):
         raise TypeError(f"state must be a torch.Tensor or None, got {type(state).__name__}")
-    expected = (n_states, v.shape[2], key_dim, v.shape[3])
+    expected = (n_states, v.shape[-2], key_dim, v.shape[-1])
     if tuple(state.shape) != expected:
         first = "b" if n_states == v.shape[0] else "n_seqs"
         hint = ""
-        if expected[1] != v.shape[1] and tuple(state.shape) == (n_states, v.shape[1], key_dim, v.shape[3]):
+        if expected[1] != v.shape[1] and tuple(state.shape) == (n_states, v.shape[1], key_dim, v.shape[-1]):
             hint = _head_first("q", "k", "v")
         raise ValueError(f"state must have shape ({first}, hv, k, v) = {expected}, got {tuple(state.shape)}{hint}")
     dtype = compute_dtype(v.dtype)
@@ -301,7 +325,7 @@ def check_decode_gates(inputs: Inputs, beta_scale: float, lower_bound: float | N
         if lower_bound is not None:
             raise ValueError("lower_bound needs log_decay, the raw gate, got log_decay=None; leave it None")
         return
-    hv, key_dim = v.shape[2], q.shape[3]
+    hv, key_dim = v.shape[-2], q.shape[3]
     if A_log is None and lower_bound is None:
         raise ValueError(f"raw_gates=True with log_decay needs A_log of shape (hv,) = ({hv},), got None")
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):

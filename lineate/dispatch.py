@@ -96,17 +96,12 @@ class Facts:
 def resolve(rule: Rule, facts: Facts, request: Request) -> Plan:
     """Choose a form and a backend for 'auto'; raise if an explicit request cannot be served, without falling back."""
     form, backend, t = request.form, request.backend, facts.t
-    if facts.beta_per_channel and form not in ("auto", "recurrent"):
-        raise ValueError(
-            f"form={form!r} needs beta of shape (b, t, hv); one beta per value channel (b, t, hv, v) "
-            "is supported by form='recurrent' only"
-        )
     if form != "auto":
         if unread := _unread(form, "torch", facts):
             raise ValueError(f"form={form!r} cannot serve this call: it {unread}; use form='auto'")
         why_form = f"form {form!r} as asked"
-    elif facts.beta_per_channel:
-        form, why_form = "recurrent", "form 'recurrent' because beta has one rate per value channel"
+    elif facts.beta_per_channel and facts.device == "cuda" and not (facts.needs_grad or facts.no_triton):
+        form, why_form = "recurrent", "form 'recurrent' because the kernel for one beta per value channel is recurrent"
     elif t <= RECURRENT_UP_TO and not facts.packed and not facts.needs_grad:
         form, why_form = "recurrent", f"form 'recurrent' because t is at most {RECURRENT_UP_TO}: decoding"
     else:
@@ -116,8 +111,8 @@ def resolve(rule: Rule, facts: Facts, request: Request) -> Plan:
         why_form = f"form {form!r} {why_form}"
 
     obstacles = {
-        "native": _native_obstacle(form, facts) or facts.no_native,
-        "triton": facts.no_triton or _triton_obstacle(form, facts, request.chunk_size),
+        "native": _native_obstacle(rule, form, facts) or facts.no_native,
+        "triton": facts.no_triton or _triton_obstacle(rule, form, facts, request.chunk_size),
         "torch": None,
     }
     if facts.transformed:
@@ -153,7 +148,7 @@ def _form_that_reads(facts: Facts) -> str:
     raise ValueError(f"no form can serve this call: form {FORMS[1]!r} {unread}; leave it None")
 
 
-def _native_obstacle(form: str, facts: Facts) -> str | None:
+def _native_obstacle(rule: Rule, form: str, facts: Facts) -> str | None:
     """Return the feature of this call that the native backend does not support, or None."""
     if facts.device != "cpu":
         return f"the native backend needs CPU tensors, got {facts.device}"
@@ -161,16 +156,18 @@ def _native_obstacle(form: str, facts: Facts) -> str | None:
         return "the native backend computes in float32, got float64 inputs"
     if form == "parallel":
         return "the native backend has no parallel form"
+    if rule.general:
+        return f"the native backend has no {rule.name}"
     if unread := _unread(form, "native", facts):
         return f"the native backend {unread}"
-    if form == "recurrent" and facts.beta_per_channel:
+    if facts.beta_per_channel:
         return "the native backend takes no beta per value channel"
     if form == "recurrent" and facts.needs_grad:
         return "the native recurrent form has no gradients"
     return None
 
 
-def _triton_obstacle(form: str, facts: Facts, chunk_size: int | None) -> str | None:
+def _triton_obstacle(rule: Rule, form: str, facts: Facts, chunk_size: int | None) -> str | None:
     """Return the feature of this call that the triton kernels do not support, or None."""
     if facts.device == "cpu" and facts.dtype != torch.float32:
         return f"triton's interpreter computes float32 only, got {str(facts.dtype).removeprefix('torch.')}"
@@ -178,8 +175,12 @@ def _triton_obstacle(form: str, facts: Facts, chunk_size: int | None) -> str | N
         return "the triton kernels compute in float32, got float64 inputs"
     if form == "parallel":
         return "the triton backend has no parallel form"
+    if rule.general:
+        return f"the triton backend has no {rule.name}"
     if unread := _unread(form, "triton", facts):
         return f"the triton backend {unread}"
+    if form == "chunkwise" and facts.beta_per_channel:
+        return "the triton chunkwise form takes no beta per value channel"
     if form == "recurrent" and facts.needs_grad:
         return "the triton recurrent form has no gradients"
     if facts.width > TRITON_WIDTH:
@@ -199,6 +200,10 @@ def explain(
     scale: float | None = None,
     state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    erase: Tensor | None = None,
+    write: Tensor | None = None,
+    probe: Tensor | None = None,
+    direction: Tensor | None = None,
     form: str = "auto",
     backend: str = "auto",
     chunk_size: int | None = None,
@@ -212,7 +217,7 @@ def explain(
 
     Args:
         q: queries, `b t h k`.
-        k: keys, `b t h k`.
+        k: keys, `b t h k`; `b t n h k` selects gated_delta_product, and v and beta then have n writes too.
         v: values, `b t hv v`, with hv a multiple of h.
         log_decay: `b t hv` (per head), `b t hv k` (per key channel), `hv` (a constant of each head), or None for a rule
             that does not forget.
@@ -220,6 +225,10 @@ def explain(
         scale: multiplies the output; None is 1/sqrt(k).
         state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
         cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        erase: `b t hv k`, of gated_delta_rule_2.
+        write: `b t hv v`, of gated_delta_rule_2.
+        probe: `b t hv k`, of diagonal_plus_low_rank.
+        direction: `b t hv k`, of diagonal_plus_low_rank.
         form: "auto", "recurrent", "chunkwise" or "parallel".
         backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
         chunk_size: tokens a chunk of the chunkwise form; None takes the backend's own size.
@@ -228,7 +237,10 @@ def explain(
     Returns:
         The plan; print it, or read its fields.
     """
-    given = Inputs(q=q, k=k, v=v, log_decay=log_decay, beta=beta, state=state, cu_seqlens=cu_seqlens)
+    given = Inputs(
+        q=q, k=k, v=v, log_decay=log_decay, beta=beta, erase=erase, write=write, probe=probe, direction=direction,
+        state=state, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
     request = Request(scale, form, backend, chunk_size, normalize_qk)
     plan, _ = check_and_resolve(select_rule(given), spread_decay(in_one_dtype(given)), request)
     checks.check_decay(log_decay)
@@ -239,13 +251,14 @@ def select_rule(inputs: Inputs) -> Rule:
     """Return the rule that takes the gates of a call, for ops and mixers that do not name one."""
     gates, log_decay = inputs.gates(), inputs.log_decay
     shape = "channel" if isinstance(log_decay, Tensor) and log_decay.dim() == 4 else "head"
+    several = isinstance(inputs.k, Tensor) and inputs.k.dim() == 5
     found = None
     for rule in RULES:
-        if rule.gates == gates:
+        if rule.writes == several and rule.takes(gates):
             found = rule if found is None or shape in rule.decays else found
     if found is None:
         known = ", ".join(f"{rule.name} ({', '.join(rule.gates) or 'none'})" for rule in RULES)
-        raise ValueError(f"gates must be those of a rule, got {', '.join(gates)}; the rules take {known}")
+        raise ValueError(f"gates must be those of a rule, got {', '.join(gates) or 'none'}; the rules take {known}")
     return found
 
 
@@ -275,7 +288,7 @@ def check_and_resolve(rule: Rule, inputs: Inputs, request: Request) -> tuple[Pla
         t,
         width=max(key_dim, v.shape[-1]),
         packed=cu_seqlens is not None,
-        beta_per_channel=beta is not None and beta.dim() == 4,
+        beta_per_channel=beta is not None and beta.dim() == 4 and not rule.writes,
         given=tuple(x.name for x in inputs.FIELDS if x.role != "parameter" and getattr(inputs, x.name) is not None),
         needs_grad=needs_grad(*(getattr(inputs, name) for name in inputs.DIFFERENTIABLE)),
         transformed=transformed(),
@@ -334,5 +347,5 @@ def empty_state(
     shared: whether the caller only reads them, so that calls may share them.
     """
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shape = rows, v.shape[2], q.shape[3], v.shape[3]
+    shape = rows, v.shape[-2], q.shape[-1], v.shape[-1]
     return read_zeros(shape, dtype, v.device) if shared else torch.zeros(shape, dtype=dtype, device=v.device)

@@ -1,10 +1,18 @@
-"""The equation: one memory, one step, five rules.
+"""The equation: one memory, one step, and the rules that are its rows.
 
     S' = Diag(exp(log_decay_t)) S_{t-1}              forget        S: [k, v]
     r  = v_t - S'^T k_t   if the rule corrects       compare
        = v_t              if it only accumulates
     S_t = S' + beta_t k_t r^T                        write
     o_t = scale * S_t^T q_t                          read
+
+In these five rules one key is compared, erased and written. The general row has a direction d that is erased, a probe
+e that reads what is there, a key k that is written, and a value u; a token may write several times:
+
+    S_t = S' - d_t (S'^T e_t)^T + k_t u_t^T          e = k, d = k, with beta beside e and v: the five rules
+                                                     e = erase * k, d = k, u = write * v: gated_delta_rule_2
+                                                     e = probe, d = direction, u = v: diagonal_plus_low_rank
+    S  = S - beta_j k_j (S^T k_j - v_j)^T            for j = 1 .. n, after one S': gated_delta_product
 
 Symbols, here and everywhere: b batch, t tokens, h key heads, hv value heads (a multiple of h), k key dim, v value dim,
 n chunks, c chunk length.
@@ -35,7 +43,19 @@ class Rule:
     decays: tuple[DecayShape, ...]
     """The shapes of log_decay it takes: per head (b t hv), per key channel (b t hv k), or none."""
     gates: tuple[str, ...]
-    """The gates of lineate.call.Inputs that it takes, all of them, in their order there."""
+    """The gates of lineate.call.Inputs that it takes, in their order there; all of them, but for a log_decay that may
+    be "none"."""
+    general: bool = False
+    """Whether it is computed as the general row, because what it erases, compares and writes differ, or because it
+    writes several times a token."""
+    writes: bool = False
+    """Whether k, v and beta have several writes a token: `b t n h k`, `b t n hv v`, `b t n hv`."""
+
+    def takes(self, gates: tuple[str, ...]) -> bool:
+        """Whether these gates, in their order in Inputs, are all that it needs."""
+        if "none" in self.decays and "log_decay" not in gates:
+            return gates == tuple(name for name in self.gates if name != "log_decay")
+        return gates == self.gates
 
 
 LINEAR = Rule("linear_attention", corrects=False, decays=("none",), gates=())
@@ -44,7 +64,25 @@ DELTA = Rule("delta_rule", corrects=True, decays=("none",), gates=("beta",))
 GATED_DELTA = Rule("gated_delta_rule", corrects=True, decays=("head",), gates=("log_decay", "beta"))
 KIMI_DELTA = Rule("kimi_delta_attention", corrects=True, decays=("channel",), gates=("log_decay", "beta"))
 
-RULES = (LINEAR, GATED_LINEAR, DELTA, GATED_DELTA, KIMI_DELTA)
+GATED_DELTA_2 = Rule(
+    "gated_delta_rule_2", corrects=True, decays=("head", "channel"), gates=("log_decay", "erase", "write"), general=True
+)
+GATED_DELTA_PRODUCT = Rule(
+    "gated_delta_product",
+    corrects=True,
+    decays=("none", "head"),
+    gates=("log_decay", "beta"),
+    general=True,
+    writes=True,
+)
+DIAGONAL_PLUS_LOW_RANK = Rule(
+    "diagonal_plus_low_rank", corrects=True, decays=("none", "head", "channel"),
+    gates=("log_decay", "probe", "direction"), general=True,
+)  # fmt: skip
+
+ONE_KEY_RULES = (LINEAR, GATED_LINEAR, DELTA, GATED_DELTA, KIMI_DELTA)
+"""The rules whose one key is compared, erased and written."""
+RULES = (*ONE_KEY_RULES, GATED_DELTA_2, GATED_DELTA_PRODUCT, DIAGONAL_PLUS_LOW_RANK)
 _BY_NAME = {rule.name: rule for rule in RULES}
 
 
@@ -82,6 +120,16 @@ def step(
         error = beta * error
     state = forgotten + k.unsqueeze(-1) * error.unsqueeze(-2)
     return read(state, q), state
+
+
+def general_step(state: Tensor, k: Tensor, u: Tensor, decay: Tensor | None, e: Tensor, d: Tensor) -> Tensor:
+    """Run one write of the general row, for any leading dimensions; return S' - d (S'^T e)^T + k u^T.
+
+    state [k, v]; k, e, d [k]; u [v]; decay = exp(log_decay) [1] or [k], None means 1.
+    """
+    forgotten = state if decay is None else decay.unsqueeze(-1) * state
+    erased = d.unsqueeze(-1) * read(forgotten, e).unsqueeze(-2)
+    return forgotten - erased + k.unsqueeze(-1) * u.unsqueeze(-2)
 
 
 def read(state: Tensor, x: Tensor) -> Tensor:

@@ -18,11 +18,11 @@ from torch import Tensor
 import lineate
 from bench.timing import Call
 from lineate.figures import kind_named
-from lineate.rule import RULES, DecayShape, Rule
+from lineate.rule import ONE_KEY_RULES, DecayShape, Rule
 
 
 def _words() -> Iterator[tuple[str, tuple[Rule, DecayShape]]]:
-    for rule in RULES:
+    for rule in ONE_KEY_RULES:
         kind = kind_named(rule.name)
         word = (kind.short or kind.name).removesuffix("net")  # "deltanet" is "delta" in the results
         for decay in rule.decays:

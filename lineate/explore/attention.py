@@ -12,7 +12,7 @@ from lineate.explore.pictures import Numbers, Picture, PictureOptions, rounded
 from lineate.explore.subject import Trace, choose_head, choose_layer, open_subject, shown, trace, wants_model
 from lineate.explore.words import label_tokens
 from lineate.figures import label_of, signed_map
-from lineate.rule import RULES, rule_named
+from lineate.rule import ONE_KEY_RULES, rule_named
 from lineate.torch_ops.tracing import cpu_by_default
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def read_all() -> Numbers:
     beta = writes.float()[:, None]
     k = q * writes[:, None, None]  # tokens that only read write nothing
     matrices = {}
-    for rule in RULES:
+    for rule in ONE_KEY_RULES:
         closing = {"none": None, "head": per_head, "channel": per_channel}[rule.decays[0]]
         decay = closing if rule.corrects or closing is None else fading
         matrices[rule.name] = _matrix(q, k, decay, beta if rule.corrects else None, scale=1.0)
@@ -105,8 +105,8 @@ def _all_rules(found: Trace) -> tuple[dict[str, Tensor], dict[str, str]]:
     per_channel = decay if decay is not None and decay.dim() == 3 else None
     same: dict[str, str] = {}
     if decay is None:
-        plain = {rule.corrects: rule.name for rule in RULES if rule.decays == ("none",)}
-        same = {rule.name: plain[rule.corrects] for rule in RULES if "head" in rule.decays}
+        plain = {rule.corrects: rule.name for rule in ONE_KEY_RULES if rule.decays == ("none",)}
+        same = {rule.name: plain[rule.corrects] for rule in ONE_KEY_RULES if "head" in rule.decays}
     if per_channel is None:
         same["kimi_delta_attention"] = "gated_delta_rule" if decay is not None else "delta_rule"
     return {rule: rule_matrix(found, rule) for rule in DEMO_RULES}, same

@@ -14,14 +14,14 @@ from torch import Tensor
 import lineate
 from lineate import rule as equation
 
-FIXED_SIZE = tuple(rule.name for rule in equation.RULES)
+FIXED_SIZE = tuple(rule.name for rule in equation.ONE_KEY_RULES)
 """The public ops whose memory has a fixed size."""
 DEMO_RULES = (*FIXED_SIZE, "softmax_attention")
 """The public ops of the demo; the rows of the mixers have their labels and colours."""
 HAND_MADE_CHANNELS = 8
 """Channels of a key and of a value where a picture writes tokens by hand."""
 
-FORGETTING = tuple(rule.name for rule in equation.RULES if rule.decays != ("none",))
+FORGETTING = tuple(rule.name for rule in equation.ONE_KEY_RULES if rule.decays != ("none",))
 """Those that can forget."""
 
 WrittenMemory = Tensor | lineate.KeyValueCache

@@ -21,7 +21,7 @@ from lineate.layers import kind_of, kinds
 from lineate.models import HybridLM
 from lineate.models.config import HybridConfig
 from lineate.models.presets import PRESETS, preset
-from lineate.rule import RULES, Rule, rule_named
+from lineate.rule import ONE_KEY_RULES, Rule, rule_named
 from lineate.system.seeding import own_random_numbers
 from lineate.text import PublishedTokenizer, Tokenizer
 from lineate.torch_ops.tracing import cpu_by_default
@@ -134,8 +134,8 @@ class Trace:
         head.
         """
         rule = rule_named(name)
-        if rule is None:
-            raise ValueError(f"rule must be one of {', '.join(x.name for x in RULES)}, got {name!r}")
+        if rule not in ONE_KEY_RULES:
+            raise ValueError(f"rule must be one of {', '.join(x.name for x in ONE_KEY_RULES)}, got {name!r}")
         decay = self.v.new_zeros(self.v.shape[:2]) if self.log_decay is None else self.log_decay
         if rule.decays == ("head",) and decay.dim() == 3:
             decay = decay.mean(-1)

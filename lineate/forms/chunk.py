@@ -24,11 +24,11 @@ class ChunkGrad(NamedTuple):
     log_decay: Tensor | None
     """`nv c 1|k`"""
     beta: Tensor | None
-    """`nv c 1`"""
+    """`nv c 1|v`"""
 
 
 class Chunk:
-    """The tensors of one chunk: QK `n 2 c k` (changed in place), v `nv c v`, log_decay `nv c 1|k`, beta `nv c 1`."""
+    """The tensors of one chunk: QK `n 2 c k` (changed in place), v `nv c v`, log_decay `nv c 1|k`, beta `nv c 1|v`."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Chunk:
         reads = torch.bmm(self._readers(), S)  # nv s*c v
         R = self.v
         if self.beta is not None:
-            R = _solve(self.beta * scores[:, 1], self.beta * (self.v - reads[:, c:]))
+            R = _solve(self.beta, scores[:, 1], self.beta * (self.v - reads[:, c:]))
         output = reads[:, :c].baddbmm_(scores[:, 0], R)
         self._forget(S).baddbmm_(self._writers().mT, R)
         return output
@@ -77,13 +77,13 @@ class Chunk:
         dR = torch.bmm(P.mT, dO).baddbmm_(writers, dS)
         R, Y, dbeta, dv = self.v, dO, None, dR
         if self.beta is not None:
-            A = self.beta * scores[:, 1]
             E = self.v - torch.bmm(readers[:, c:], S)
-            R = _solve(A, self.beta * E)
-            X = _solve(A, dR, transposed=True)
+            R = _solve(self.beta, scores[:, 1], self.beta * E)
+            X = _solve(self.beta, scores[:, 1], dR, transposed=True)
             dv = self.beta * X  # = dE
             Y = torch.cat((dO, -dv), dim=1)  # nv s*c v
-            dbeta = (X * self._unscaled(R, E, scores[:, 1])).sum(-1, keepdim=True)
+            dbeta = X * self._unscaled(R, E, scores[:, 1])
+            dbeta = dbeta if self.beta.shape[-1] > 1 else dbeta.sum(-1, keepdim=True)
 
         dscores = times_transposed(Y, R).view(-1, s, c, c).tril_()
         if s == 2:
@@ -162,6 +162,21 @@ class Chunk:
         return self.norm[:, which] * (dx - unit * (unit * dx).sum(-1, keepdim=True))
 
 
-def _solve(A: Tensor, right: Tensor, transposed: bool = False) -> Tensor:
-    """Return (I + A)^{-1} right, or (I + A)^{-T} right, reading only the strictly lower triangle of A."""
-    return torch.linalg.solve_triangular(A.mT if transposed else A, right, upper=transposed, unitriangular=True)
+def _solve(beta: Tensor, M: Tensor, right: Tensor, transposed: bool = False) -> Tensor:
+    """Return (I + beta M)^{-1} right, or its transpose's, reading only the strictly lower triangle of M.
+
+    With one beta per value channel every column has a matrix of its own; then one row is computed after the other.
+    """
+    if beta.shape[-1] == 1 or right.shape[-1] == 1:
+        A = beta * M
+        return torch.linalg.solve_triangular(A.mT if transposed else A, right, upper=transposed, unitriangular=True)
+    found, c = right.clone(), right.shape[1]
+    if transposed:
+        scaled = torch.empty_like(found)  # beta * found
+        for i in range(c - 1, -1, -1):
+            found[:, i] -= torch.bmm(M[:, i + 1 :, i].unsqueeze(1), scaled[:, i + 1 :]).squeeze(1)
+            torch.mul(beta[:, i], found[:, i], out=scaled[:, i])
+        return found
+    for i in range(1, c):
+        found[:, i] -= beta[:, i] * torch.bmm(M[:, i : i + 1, :i], found[:, :i]).squeeze(1)
+    return found

@@ -17,15 +17,12 @@ in cache. The backward keeps only the states between chunks and computes everyth
 one torch op each, for autograd and torch.compile alike. docs/derivation.md derives every line.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from lineate.call import Inputs, Options
 from lineate.checks import check_bounds, check_decay
+from lineate.forms.blocks import Heads, chunked_sequences, head_blocks
 from lineate.forms.chunk import Chunk
 from lineate.forms.stability import watch_writes
 from lineate.rule import compute_dtype, full_precision
@@ -49,13 +46,13 @@ def _fill_outputs(inputs: Inputs, options: Options, outputs: Outputs) -> None:
         watch_writes(inputs.k, inputs.beta, options.normalize_qk)
     assert inputs.state is not None
     output, final, states = outputs
-    for heads in _head_blocks(inputs.q, inputs.v):
-        for sequence, chunks in _sequences(inputs, options.chunk_size):
+    for heads in head_blocks(inputs.q, inputs.v):
+        for sequence, chunks in chunked_sequences(inputs, options.chunk_size):
             S = heads.take_state(inputs.state, sequence)
             for index, tokens in chunks:
                 if states.shape[0]:
                     heads.put_state(states[index], None, S)
-                chunk = heads.load(inputs, options, tokens)
+                chunk = _load(heads, inputs, options, tokens)
                 heads.put(output, tokens, chunk.forward(S))
             heads.put_state(final, sequence, S)
 
@@ -72,12 +69,12 @@ def _fill_gradients(
     inputs: Inputs, options: Options, states: Tensor, doutput: Tensor, dfinal: Tensor, grads: Inputs
 ) -> None:  # fmt: skip
     assert grads.state is not None
-    for heads in _head_blocks(inputs.q, inputs.v):
-        for sequence, chunks in _sequences(inputs, options.chunk_size):
+    for heads in head_blocks(inputs.q, inputs.v):
+        for sequence, chunks in chunked_sequences(inputs, options.chunk_size):
             dS = heads.take_state(dfinal, sequence)
             for index, tokens in reversed(chunks):
                 S = heads.take_state(states[index], None)
-                chunk = heads.load(inputs, options, tokens)
+                chunk = _load(heads, inputs, options, tokens)
                 grad = chunk.backward(S, heads.take(doutput, tokens, S.dtype), dS)
                 heads.put_keys(grads.q, tokens, grad.q)
                 heads.put_keys(grads.k, tokens, grad.k)
@@ -88,90 +85,20 @@ def _fill_gradients(
             heads.put_state(grads.state, sequence, dS)
 
 
+def _load(heads: Heads, inputs: Inputs, options: Options, tokens: slice) -> Chunk:
+    """Return the chunk of these tokens and heads."""
+    log_decay, beta = inputs.log_decay, inputs.beta
+    dtype = compute_dtype(inputs.v.dtype)
+    keys = (x[heads.rows, tokens, heads.keys].transpose(1, 2).to(dtype) for x in (inputs.q, inputs.k))
+    return Chunk(
+        torch.stack(list(keys), dim=2).flatten(0, 1),
+        heads.take(inputs.v, tokens, dtype),
+        None if log_decay is None else heads.take(log_decay, tokens, dtype),
+        None if beta is None else heads.take(beta, tokens, dtype),
+        corrects=options.corrects,
+        scale=options.scale,
+        normalize_qk=options.normalize_qk,
+    )
+
+
 chunkwise = register("chunkwise", run_forward, run_backward, READS)
-
-ChunkSlices = list[tuple[int, slice]]
-"""Each chunk's index among all chunks, and its tokens."""
-
-
-def _sequences(inputs: Inputs, chunk_size: int) -> list[tuple[int | None, ChunkSlices]]:
-    """Return the row in the states of each packed sequence, and its chunks; unpacked, None (all rows alike)."""
-    packed = inputs.cu_seqlens is not None
-    bounds = inputs.cu_seqlens.tolist() if inputs.cu_seqlens is not None else [0, inputs.q.shape[1]]
-    sequences: list[tuple[int | None, ChunkSlices]] = []
-    index = 0
-    for i, (start, end) in enumerate(pairwise(bounds)):
-        starts = range(start, end, chunk_size)
-        chunks = [(index + j, slice(x, min(x + chunk_size, end))) for j, x in enumerate(starts)]
-        index += len(chunks)
-        sequences.append((i if packed else None, chunks))
-    return sequences
-
-
-@dataclass(frozen=True)
-class _Heads:
-    """Some rows and heads of the batch, worked on together: it hands out chunks as `heads c ...` and stores results."""
-
-    rows: slice
-    """Rows of the batch."""
-    keys: slice
-    """Key heads."""
-    values: slice
-    """The value heads they serve."""
-    group: int
-    """Value heads a key head."""
-
-    def load(self, inputs: Inputs, options: Options, tokens: slice) -> Chunk:
-        """Return the chunk of these tokens."""
-        log_decay, beta = inputs.log_decay, inputs.beta
-        dtype = compute_dtype(inputs.v.dtype)
-        keys = (x[self.rows, tokens, self.keys].transpose(1, 2).to(dtype) for x in (inputs.q, inputs.k))
-        return Chunk(
-            torch.stack(list(keys), dim=2).flatten(0, 1),
-            self.take(inputs.v, tokens, dtype),
-            None if log_decay is None else self.take(log_decay, tokens, dtype),
-            None if beta is None else self.take(beta, tokens, dtype),
-            corrects=options.corrects,
-            scale=options.scale,
-            normalize_qk=options.normalize_qk,
-        )
-
-    def take(self, x: Tensor, tokens: slice, dtype: torch.dtype) -> Tensor:
-        """Return these tokens of x: `b t hv d` -> `nv c d`; `b t hv` -> `nv c 1`."""
-        x = x[self.rows, tokens, self.values].transpose(1, 2)
-        x = x if x.dim() == 4 else x.unsqueeze(-1)
-        return x.to(dtype, memory_format=torch.contiguous_format).flatten(0, 1)
-
-    def put(self, x: Tensor, tokens: slice, values: Tensor) -> None:
-        """Store `nv c d` into its place in `b t hv d`, or `nv c 1` into `b t hv`."""
-        place = x[self.rows, tokens, self.values].transpose(1, 2)
-        place.copy_(values.view(place.shape))
-
-    def put_keys(self, x: Tensor, tokens: slice, values: Tensor) -> None:
-        """Store `n c k` into its place in `b t h k`."""
-        place = x[self.rows, tokens, self.keys].transpose(1, 2)
-        place.copy_(values.view(place.shape))
-
-    def take_state(self, states: Tensor, sequence: int | None) -> Tensor:
-        """Return a copy `nv k v` of these heads' states."""
-        rows = self.rows if sequence is None else slice(sequence, sequence + 1)
-        return states[rows, self.values].clone(memory_format=torch.contiguous_format).flatten(0, 1)
-
-    def put_state(self, states: Tensor, sequence: int | None, S: Tensor) -> None:
-        """Store `nv k v` among the states."""
-        rows = self.rows if sequence is None else slice(sequence, sequence + 1)
-        place = states[rows, self.values]
-        place.copy_(S.view(place.shape))
-
-
-def _head_blocks(q: Tensor, v: Tensor) -> Iterator[_Heads]:
-    """Yield blocks of heads: on a CPU few enough that a chunk's work stays in its cache, elsewhere all at once."""
-    b, _, h, _ = q.shape
-    group = v.shape[2] // h
-    at_once = 8 * torch.get_num_threads() if q.device.type == "cpu" else b * v.shape[2]
-    keys = max(1, min(h, at_once // group))
-    rows = max(1, at_once // (h * group)) if keys == h else 1
-    for row in range(0, b, rows):
-        for key in range(0, h, keys):
-            end = min(key + keys, h)
-            yield _Heads(slice(row, min(row + rows, b)), slice(key, end), slice(key * group, end * group), group)

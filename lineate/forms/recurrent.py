@@ -7,14 +7,17 @@ import torch
 from torch import Tensor
 
 from lineate.call import Inputs, Options
+from lineate.forms.general import GATES, run_recurrent
 from lineate.rule import compute_dtype, normalize, step
 
-READS = ("q", "k", "v", "log_decay", "beta", "state", "cu_seqlens")
+READS = ("q", "k", "v", *GATES, "state", "cu_seqlens")
 """The tensors of a call that this form reads; packed sequences come one by one."""
 
 
 def recurrent(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """Return the output `b t hv v` and the final state; beta may also be `b t hv v`."""
+    if options.rule.general:
+        return run_recurrent(inputs, options)
     q, k, v, log_decay, beta, state = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.beta, inputs.state
     assert state is not None
     t, h = q.shape[1:3]

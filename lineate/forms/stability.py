@@ -11,7 +11,9 @@ import warnings
 import torch
 from torch import Tensor
 
+from lineate.call import Inputs, Options
 from lineate.checks import is_concrete
+from lineate.rule import compute_dtype, normalize
 
 ROUNDING = 0.02
 """How far beta |k|^2 may leave [0, 2]: unit keys in bfloat16 have |k|^2 up to 1 + 2^-8."""
@@ -32,19 +34,41 @@ def watch_writes(k: Tensor, beta: Tensor | None, normalize_qk: bool) -> None:
 
     Nothing is checked on a GPU, while compiling or recording, and after the warning. The native backend checks in C.
     """
-    global _unseen
-    if beta is None or normalize_qk or torch.compiler.is_compiling() or _warned:
+    if beta is None or normalize_qk or not _looks(k.shape[1], k, beta):
         return
-    _unseen += k.shape[1]
-    if _unseen < TOKENS_A_LOOK or not (is_concrete(k) and is_concrete(beta)):
-        return
-    _unseen = 0
     k, beta = k.detach(), beta.detach()
     least, most = torch.aminmax(beta)
     if least >= 0 and most * _squares(k).max() <= 2:
         return  # then every product is in the range, and need not be computed
-    if bool(((_sizes(k, beta) - 1).abs_() > 1 + ROUNDING).any()):  # NaN is not
-        warn_unstable(k, beta)
+    warn_unstable(k, beta)
+
+
+def watch_erasing(inputs: Inputs, options: Options) -> None:
+    """Warn if e . d leaves [0, 2] in a call of the general row (forms/general.py), as beta |k|^2 in watch_writes."""
+    k, erase, probe, direction = inputs.k, inputs.erase, inputs.probe, inputs.direction
+    if options.rule.writes and inputs.beta is not None:
+        watch_writes(k.flatten(1, 2), inputs.beta.flatten(1, 2), options.normalize_qk)
+    elif erase is not None and _looks(k.shape[1], k, erase):
+        k = k.detach().to(compute_dtype(k.dtype)).repeat_interleave(erase.shape[2] // k.shape[2], 2)  # b t hv k
+        k = normalize(k) if options.normalize_qk else k
+        _warn_outside(
+            "sum(erase * k^2)", (erase.detach() * k * k).sum(-1), "pass normalize_qk=True, and erase in [0, 2]"
+        )
+    elif probe is not None and direction is not None and _looks(k.shape[1], probe, direction):
+        probe = probe.detach().to(compute_dtype(probe.dtype))
+        _warn_outside("probe . direction", (probe * direction.detach()).sum(-1), "make them smaller")
+
+
+def _looks(tokens: int, *tensors: Tensor) -> bool:
+    """Whether this call is checked: on a CPU, once per TOKENS_A_LOOK tokens, until there was a warning."""
+    global _unseen
+    if torch.compiler.is_compiling() or _warned:
+        return False
+    _unseen += tokens
+    if _unseen < TOKENS_A_LOOK or not all(is_concrete(x) for x in tensors):
+        return False
+    _unseen = 0
+    return True
 
 
 def forget() -> None:
@@ -55,15 +79,20 @@ def forget() -> None:
 
 def warn_unstable(k: Tensor, beta: Tensor) -> None:
     """Warn, the first time; where warnings are errors, every time."""
-    global _warned
-    if _warned:
-        return
     with torch.no_grad():
-        sizes = _sizes(k, beta).flatten()
-        worst = sizes[(sizes - 1).abs().nan_to_num(nan=0.0).argmax()].item()
+        _warn_outside("beta |k|^2", _sizes(k, beta), "pass normalize_qk=True")
+
+
+def _warn_outside(name: str, sizes: Tensor, remedy: str) -> None:
+    """Warn, the first time, if a size leaves [0, 2]; NaN does not."""
+    global _warned
+    if _warned or not bool(((sizes - 1).abs() > 1 + ROUNDING).any()):
+        return
+    sizes = sizes.flatten()
+    worst = sizes[(sizes - 1).abs().nan_to_num(nan=0.0).argmax()].item()
     warnings.warn(
-        f"beta |k|^2 must stay in [0, 2] for a rule that corrects, got {worst:.4g}: the memory may grow with every "
-        "token until it overflows; pass normalize_qk=True (said once; warnings.filterwarnings('ignore', "
+        f"{name} must stay in [0, 2] for a rule that corrects, got {worst:.4g}: the memory may grow with every "
+        f"token until it overflows; {remedy} (said once; warnings.filterwarnings('ignore', "
         "category=lineate.UnstableMemoryWarning) silences it)",
         UnstableMemoryWarning,
         stacklevel=_callers_level(),

@@ -30,6 +30,8 @@ from lineate.layers.registry import Look, MixerKind, ModelSizes, Operations, kin
 from lineate.layers.state import LayerState, Memory, TensorSpec, TokenCache
 from lineate.layers.titans import Titans
 from lineate.layers.ttt import TTTMLP, TTTLinear
+from lineate.layers.variants.hgrn2 import HGRN2
+from lineate.layers.variants.retention import Retention, RotaryRetention
 
 __all__ = [
     "LinearAttention",
@@ -39,6 +41,9 @@ __all__ = [
     "KimiDeltaAttention",
     "LinearMixer",
     "Mamba2",
+    "HGRN2",
+    "Retention",
+    "RotaryRetention",
     "LeastSquares",
     "TTTLinear",
     "TTTMLP",

@@ -8,6 +8,9 @@ have `choices`, the values it takes, `least`, its smallest number, and `negative
 import math
 from dataclasses import dataclass, field
 
+FEATURE_MAPS = ("identity", "elu+1", "relu", "product", "t2r", "hedgehog")
+"""The feature maps of linear attention (lineate/layers/variants/features.py)."""
+
 
 @dataclass(frozen=True)
 class LinearConfig:
@@ -18,7 +21,7 @@ class LinearConfig:
         value_heads: value heads, a multiple of heads; each key head serves value_heads / heads of them.
         key_dim: channels of a key.
         value_dim: channels of a value.
-        conv_size: tokens that the short convolution sees; 0 means no convolution.
+        conv_size: tokens that the short convolution sees; 0 means no convolution (H has none).
         decay_rank: width of the low-rank projection to the decay per channel (K, R); None is value_dim, 0 (K) is none.
         gate_rank: the same for the output gate (K); None is value_dim, 0 is none.
         gate_bias: whether the projection behind gate_rank has a bias (K).
@@ -26,7 +29,16 @@ class LinearConfig:
         gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0) (G, K); GLM-5-Next and Ring have -5.
         norm_eps: epsilon of the output norm.
         gate_activation: activation of the output gate, "silu" or "sigmoid" (published KDA); "none" (not K) is no gate.
-        feature_map: feature map of linear attention (L), "identity" or "elu+1".
+        feature_map: feature map of linear attention (L), "identity", "elu+1", "relu", "product", "t2r" or "hedgehog"
+            (layers/variants/features.py); the last three have weights.
+        normalize: whether linear attention is divided by q . (sum of keys) (L).
+        sum_to_one: which features are divided by their sum (L): "q", "k", "qk", or "" for none of them.
+        learned_bound: whether the decay of HGRN2 has a learned lower bound (H).
+        decay: the constant decays of retention (O), "retnet" or "lightning".
+        rope_theta: base of the rotation of q and k in retention (O); None: they carry no positions.
+        qk_activation: activation of q and k in retention (O), "none", "silu" or "relu".
+        value_activation: activation of v in retention (O), "none" or "silu".
+        norm: whether the output norm of retention (O) is one a "head" or one over "all" heads.
     """
 
     heads: int
@@ -41,7 +53,15 @@ class LinearConfig:
     gate_lower_bound: float | None = field(default=None, metadata={"negative": True})
     norm_eps: float = 1e-6
     gate_activation: str = field(default="silu", metadata={"choices": ("silu", "sigmoid", "none")})
-    feature_map: str = field(default="elu+1", metadata={"choices": ("identity", "elu+1")})
+    feature_map: str = field(default="elu+1", metadata={"choices": FEATURE_MAPS})
+    normalize: bool = True
+    sum_to_one: str = field(default="", metadata={"choices": ("", "q", "k", "qk")})
+    learned_bound: bool = True
+    decay: str = field(default="retnet", metadata={"choices": ("retnet", "lightning")})
+    rope_theta: float | None = None
+    qk_activation: str = field(default="none", metadata={"choices": ("none", "silu", "relu")})
+    value_activation: str = field(default="none", metadata={"choices": ("none", "silu")})
+    norm: str = field(default="head", metadata={"choices": ("head", "all")})
 
     def check_sizes(self) -> None:
         """Raise if value heads cannot be divided among the key heads."""
@@ -49,6 +69,8 @@ class LinearConfig:
             raise ValueError(
                 f"LinearConfig.value_heads must be a multiple of heads = {self.heads}, got {self.value_heads}"
             )
+        if self.rope_theta is not None and self.key_dim % 2:
+            raise ValueError(f"LinearConfig.key_dim must be even to be rotated, got {self.key_dim}")
 
     def describe(self) -> str:
         """Return the sizes in words."""

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from lineate import checks
 from lineate.call import Inputs
-from lineate.layers.configs import LinearConfig
+from lineate.layers.configs import FEATURE_MAPS, LinearConfig
 from lineate.layers.costs import linear as costs
-from lineate.layers.mixer import LinearMixer
+from lineate.layers.mixer import Entered, LinearMixer
 from lineate.layers.projection import project
 from lineate.layers.registry import Look, MixerKind, register
+from lineate.layers.state import Memory
 from lineate.layers.step.spec import StepSpec
+from lineate.layers.variants.features import divide_by_sum, features_of, make_feature_map
 from lineate.ops import Attended, divide_by_last, linear_attention, with_ones
 from lineate.parallel.context.carry import run_rule
 from lineate.parallel.context.segments import Bounds, Segment
@@ -26,7 +28,7 @@ from lineate.torch_ops.elementwise import elementwise
 
 
 class LinearAttention(LinearMixer):
-    """S = S + phi(k) v^T, divided by phi(q) . sum of phi(k); in_proj is q | k | v | z.
+    """S = S + phi(k) v^T, divided by phi(q) . sum of phi(k) if `normalize`; in_proj is q | k | v | z.
 
     Args:
         hidden_size: channels of the tokens that come in and go out.
@@ -37,12 +39,14 @@ class LinearAttention(LinearMixer):
         conv_size: tokens that the short convolution sees; 0: no convolution.
         norm_eps: epsilon of the output norm.
         gate_activation: activation of the output gate, "silu", "sigmoid" or "none" (no gate).
-        feature_map: phi, "identity" or "elu+1".
+        feature_map: phi, "identity", "elu+1", or one of lineate/layers/variants/features.py.
+        normalize: whether the output is divided by phi(q) . sum of phi(k).
+        sum_to_one: which of phi(q) and phi(k) is divided by its sum, "q", "k", "qk", or "" for none of them.
     """
 
     rule = LINEAR
     gates = ("values",)
-    options = ("feature_map",)
+    options = ("feature_map", "normalize", "sum_to_one")
     narrows = False  # it never forgets: its sums outgrow what bfloat16 can still add to them
 
     def __init__(
@@ -57,39 +61,72 @@ class LinearAttention(LinearMixer):
         norm_eps: float = 1e-6,
         gate_activation: str = "silu",
         feature_map: str = "elu+1",
+        normalize: bool = True,
+        sum_to_one: str = "",
     ) -> None:
+        checks.check_choice("feature_map", feature_map, FEATURE_MAPS)
+        checks.check_choice("sum_to_one", sum_to_one, ("", "q", "k", "qk"))
         super().__init__(
             hidden_size, heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size,
             norm_eps=norm_eps, gate_activation=gate_activation,
         )  # fmt: skip
-        self.feature_map = feature_map
+        self.feature_map, self.normalize, self.sum_to_one = feature_map, normalize, sum_to_one
+        self.q_map, self.k_map = (make_feature_map(feature_map, self.key_dim) for _ in "qk")
+
+    @property
+    def memory_rows(self) -> int:
+        return self.key_dim * features_of(self.feature_map)
 
     @property
     def memory_columns(self) -> int:
-        return self.value_dim + 1  # the last column is the sum of the keys
+        return self.value_dim + self.normalize  # the last column is the sum of the keys
+
+    @property
+    def _map(self) -> str:
+        """The feature map that the rule computes: not one that `enter` has."""
+        return "elu+1" if self.feature_map == "elu+1" and not self.sum_to_one else "identity"
+
+    def enter(
+        self, x: Tensor, state: Memory | None = None, packed: Tensor | None = None, segment: Segment | None = None
+    ) -> Entered:
+        """Return what the rule reads of x `b t hidden`, after the feature maps that have weights or are normalised."""
+        entered = super().enter(x, state, packed, segment)
+        if self.q_map is None and not self.sum_to_one:
+            return entered
+        mapped = []
+        for name, y, phi in (("q", entered.q, self.q_map), ("k", entered.k, self.k_map)):
+            y = self._elu(y) if phi is None else phi(y)
+            mapped.append(divide_by_sum(y) if name in self.sum_to_one else y)
+        return entered._replace(q=mapped[0], k=mapped[1])
+
+    def _elu(self, x: Tensor) -> Tensor:
+        return F.elu(x) + 1 if self.feature_map == "elu+1" else x
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
         return Inputs(q=q, k=k, v=v)
 
     def features(self, x: Tensor) -> Tensor:
-        return F.elu(x) + 1 if self.feature_map == "elu+1" else x
+        return self._elu(x) if self._map == "elu+1" else x
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
     ) -> tuple[Attended[Tensor], Tensor]:
+        if not self.normalize:
+            q, k = self.features(q), self.features(k)
+            return super().attend(q, k, v, gates, memory, bounds, owned)
         z = self.output_gate(gates)
         if isinstance(bounds, Segment):  # after the rule, because the division is not linear in the memory
             q, k, v_and_ones = with_ones(q, k, v)
             inputs = Inputs(q=q, k=k, v=v_and_ones, state=memory)
             output, memory = run_rule(self._sums, inputs, bounds, corrects=LINEAR.corrects)
             return Attended(divide_by_last(output, v.dtype), memory), z
-        op = partial(linear_attention, feature_map=self.feature_map)
+        op = partial(linear_attention, feature_map=self._map)
         return op(q, k, v, state=memory, cu_seqlens=bounds, normalize=True), z
 
     def _sums(self, inputs: Inputs) -> Attended[Tensor]:
         """Run the rule without its division."""
         q, k, v, state, cu_seqlens = inputs.q, inputs.k, inputs.v, inputs.state, inputs.cu_seqlens
-        return linear_attention(q, k, v, state=state, cu_seqlens=cu_seqlens, feature_map=self.feature_map)
+        return linear_attention(q, k, v, state=state, cu_seqlens=cu_seqlens, feature_map=self._map)
 
 
 class GatedLinearAttention(LinearMixer):

@@ -187,10 +187,14 @@ class LinearMixer(nn.Module):
     @property
     def state_spec(self) -> tuple[TensorSpec, ...]:
         dtype = self.in_proj.weight.dtype
-        wide, shape = compute_dtype(dtype), (self.value_heads, self.key_dim, self.memory_columns)
+        wide, shape = compute_dtype(dtype), (self.value_heads, self.memory_rows, self.memory_columns)
         narrows = self.narrows and wide is torch.float32 and type(self).forward is LinearMixer.forward
         memory = TensorSpec("memory", shape, wide, (torch.bfloat16,) if narrows else ())
         return (*convolution_spec(self.conv, dtype), memory)
+
+    @property
+    def memory_rows(self) -> int:
+        return self.key_dim
 
     @property
     def memory_columns(self) -> int:

@@ -81,6 +81,14 @@ GROUPS: dict[str, tuple[Reference, ...]] = {
             "Gated linear attention transformers with hardware-efficient training (GLA)", "ICML 2024", "2312.06635",
         ),
         Reference(
+            "Qin2024", "Qin and others", 2024, "HGRN2: Gated linear RNNs with state expansion", "COLM 2024",
+            "2404.07904",
+        ),
+        Reference(
+            "MiniMax2025", "MiniMax", 2025,
+            "MiniMax-01: Scaling foundation models with lightning attention", "", "2501.08313",
+        ),
+        Reference(
             "Dao2024", "Dao and Gu", 2024,
             "Transformers are SSMs: Generalized models and efficient algorithms through structured state space duality "
             "(Mamba-2)", "ICML 2024", "2405.21060",

@@ -7,7 +7,7 @@ A pattern is tiled over the layers, one letter a layer:
     L linear attention      D DeltaNet          K Kimi Delta Attention      A (gated) softmax attention
     R gated linear          G Gated DeltaNet    E least squares             M latent attention (MLA)
     T TTT-Linear            P TTT-MLP           N Titans                    C LaCT
-    S Mamba-2
+    S Mamba-2               H HGRN2             O retention (RetNet, lightning attention)
 
 Letters that lineate.layers.register has added are allowed too; `mixers` has their sizes, under the name of the kind.
 """

@@ -6,6 +6,7 @@ The equation is rule.step's; the gates select the rule as in `explain`. Training
 """
 
 import importlib.util
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,18 +22,19 @@ from lineate.dispatch import (
     resolve_scale,
     select_rule,
 )
-from lineate.forms.stability import watch_writes
+from lineate.forms.general import GATES, GeneralRow, general_row
+from lineate.forms.stability import watch_erasing, watch_writes
 from lineate.kernels import DECODE_READS
 from lineate.ops.rounding import NEAREST, ROUNDINGS, STOCHASTIC, round_memory
 from lineate.ops.slot_checks import check_decode_state, check_seeds, check_slot_values, check_slots
 from lineate.plans import PLANS, call_signature
-from lineate.rule import Rule, activate, check_row, compute_dtype, full_precision, normalize, step
+from lineate.rule import Rule, activate, check_row, compute_dtype, full_precision, general_step, normalize, read, step
 from lineate.torch_ops.schema import Flat, declare_call_op
 from lineate.torch_ops.tracing import constant_in_graphs, in_memory, is_virtual, needs_grad, transformed
 
 BACKENDS = ("auto", "torch", "triton")
 READS = {
-    "torch": ("q", "k", "v", "log_decay", "beta", "state", "cu_seqlens", "A_log", "dt_bias"),
+    "torch": ("q", "k", "v", *GATES, "state", "cu_seqlens", "A_log", "dt_bias"),
     "triton": DECODE_READS,
 }
 """The tensors of a decoding call that each backend reads."""
@@ -49,6 +51,10 @@ def decode(
     slots: Tensor | None = None,
     start_slots: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    erase: Tensor | None = None,
+    write: Tensor | None = None,
+    probe: Tensor | None = None,
+    direction: Tensor | None = None,
     scale: float | None = None,
     normalize_qk: bool = False,
     raw_gates: bool | str = False,
@@ -76,7 +82,7 @@ def decode(
 
     Args:
         q: queries, `b t h k`.
-        k: keys, `b t h k`.
+        k: keys, `b t h k`; `b t n h k` selects gated_delta_product, and v and beta then have n writes too.
         v: values, `b t hv v`, with hv a multiple of h.
         log_decay: `b t hv` (per head), `b t hv k` (per key channel), `hv` (a constant of each head), or None for a rule
             that does not forget.
@@ -89,6 +95,10 @@ def decode(
         start_slots: `rows`, int: the slot each row starts from; None is slots. Rows may share one. A row that
             starts from a negative slot is idle: its output is 0 and it writes nothing.
         cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        erase: `b t hv k`, of gated_delta_rule_2.
+        write: `b t hv v`, of gated_delta_rule_2.
+        probe: `b t hv k`, of diagonal_plus_low_rank.
+        direction: `b t hv k`, of diagonal_plus_low_rank.
         scale: multiplies the output; None is 1/sqrt(k).
         normalize_qk: whether q and k are l2-normalised inside.
         raw_gates: whether log_decay is the raw gate x of log_decay = -exp(A_log) * softplus(x + dt_bias), and beta the
@@ -107,8 +117,8 @@ def decode(
         The output `b t hv v`, in the dtype of v.
     """
     inputs = Inputs(
-        q=q, k=k, v=v, log_decay=log_decay, beta=beta, state=state, cu_seqlens=cu_seqlens, A_log=A_log,
-        dt_bias=dt_bias,
+        q=q, k=k, v=v, log_decay=log_decay, beta=beta, erase=erase, write=write, probe=probe, direction=direction,
+        state=state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias,
     )  # fmt: skip
     request = DecodeRequest(scale, normalize_qk, raw_gates, beta_scale, lower_bound, rounding, backend)
     return decode_inputs(None, inputs, Slots(slots, start_slots, seeds), request)
@@ -212,7 +222,7 @@ def _run_op(*arguments: Any) -> Tensor:
 
 def _fake(*arguments: Any) -> Tensor:
     v = _FLAT.restore(arguments)[0].v
-    return v.new_empty(v.shape)
+    return v.new_empty(*v.shape[:2], *v.shape[-2:])
 
 
 _decode_op = declare_call_op(
@@ -222,25 +232,12 @@ _decode_op = declare_call_op(
 
 def _decode_torch(inputs: Inputs, where: Slots, options: Options) -> Tensor:
     """Run rule.step token by token, for all rows at once or for one packed sequence after the other."""
-    q, k, v, state, cu_seqlens = inputs.q, inputs.k, inputs.v, inputs.state, inputs.cu_seqlens
+    q, v, state, cu_seqlens = inputs.q, inputs.v, inputs.state, inputs.cu_seqlens
     assert state is not None
     slots, start_slots, seeds = where
-    t, group = q.shape[1], v.shape[2] // q.shape[2]
-    dtype = compute_dtype(v.dtype)
-    log_decay, beta = activate(
-        inputs.log_decay, inputs.beta, inputs.A_log, inputs.dt_bias, options.beta_scale, dtype, options.lower_bound,
-        options.raw_gates,
-    )  # fmt: skip
-    log_decay, beta = (None if x is None else x.to(dtype) for x in (log_decay, beta))
-    if options.corrects:
-        watch_writes(k, beta, options.normalize_qk)  # before the state is written
-    q, k = q.to(dtype), k.to(dtype)
-    if options.normalize_qk:
-        q, k = normalize(q), normalize(k)
-    q, k = ((options.scale * q).repeat_interleave(group, dim=2), k.repeat_interleave(group, dim=2))  # b t hv k
-    decay = None if log_decay is None else _at_least_4d(log_decay.exp())  # b t hv 1|k
-    beta = None if beta is None else _at_least_4d(beta)  # b t hv 1|v
-    output = v.new_empty(v.shape)
+    t, dtype = q.shape[1], compute_dtype(v.dtype)
+    advance = (_advance_general if options.rule.general else _advance)(inputs, options, dtype)
+    output = v.new_empty(*v.shape[:2], *v.shape[-2:])
     start_slots = slots if start_slots is None else start_slots
     batches = [(slice(0, q.shape[0]), slice(0, q.shape[0]), 0, t)]  # rows, batch rows, first token, end
     if cu_seqlens is not None:
@@ -254,18 +251,10 @@ def _decode_torch(inputs: Inputs, where: Slots, options: Options) -> Tensor:
             idle, own = start < 0, state[start.clamp(min=0)]
         own = own.to(dtype)
         for i in range(first, end):
-            read, own = step(
-                own,
-                q[batch, i],
-                k[batch, i],
-                v[batch, i].to(dtype),
-                None if decay is None else decay[batch, i],
-                None if beta is None else beta[batch, i],
-                options.corrects,
-            )
+            answer, own = advance(own, batch, i)
             if state.dtype != dtype:
                 own = round_memory(own, None if seeds is None else seeds[rows] + (i - first))
-            output[batch, i] = (read if idle is None else read.masked_fill(idle[:, None, None], 0)).to(v.dtype)
+            output[batch, i] = (answer if idle is None else answer.masked_fill(idle[:, None, None], 0)).to(v.dtype)
             if slots is not None and slots.dim() == 2 and i - first < slots.shape[1]:
                 _write(state, slots[rows, i - first], own, idle)
         if slots is None:
@@ -273,6 +262,64 @@ def _decode_torch(inputs: Inputs, where: Slots, options: Options) -> Tensor:
         elif slots.dim() == 1:
             _write(state, slots[rows], own, idle)
     return output
+
+
+Advance = Callable[[Tensor, slice, int], tuple[Tensor, Tensor]]
+"""Takes the memory, rows of the batch, and the number of a token; returns what the token reads, and the new memory."""
+
+
+def _advance(inputs: Inputs, options: Options, dtype: torch.dtype) -> Advance:
+    """Return a step of a rule with one key."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    group = v.shape[2] // q.shape[2]
+    log_decay, beta = _activated(inputs, options, dtype)
+    if options.corrects:
+        watch_writes(k, beta, options.normalize_qk)  # before the state is written
+    q, k = q.to(dtype), k.to(dtype)
+    if options.normalize_qk:
+        q, k = normalize(q), normalize(k)
+    q, k = ((options.scale * q).repeat_interleave(group, dim=2), k.repeat_interleave(group, dim=2))  # b t hv k
+    decay = None if log_decay is None else _at_least_4d(log_decay.exp())  # b t hv 1|k
+    beta = None if beta is None else _at_least_4d(beta)  # b t hv 1|v
+
+    def advance(own: Tensor, batch: slice, i: int) -> tuple[Tensor, Tensor]:
+        return step(
+            own,
+            q[batch, i],
+            k[batch, i],
+            v[batch, i].to(dtype),
+            None if decay is None else decay[batch, i],
+            None if beta is None else beta[batch, i],
+            options.corrects,
+        )
+
+    return advance
+
+
+def _advance_general(inputs: Inputs, options: Options, dtype: torch.dtype) -> Advance:
+    """Return a step of the general row: all writes of one token."""
+    log_decay, beta = _activated(inputs, options, dtype)
+    inputs = inputs.replace(log_decay=log_decay, beta=beta)
+    watch_erasing(inputs, options)
+    row: GeneralRow = general_row(inputs, options)
+    decay = None if row.log_decay is None else row.log_decay.exp()
+
+    def advance(own: Tensor, batch: slice, i: int) -> tuple[Tensor, Tensor]:
+        for j in range(i * row.writes, (i + 1) * row.writes):
+            forget = None if decay is None or j % row.writes else decay[batch, j]
+            own = general_step(own, row.k[batch, j], row.u[batch, j], forget, row.e[batch, j], row.d[batch, j])
+        return read(own, row.q[batch, i]), own
+
+    return advance
+
+
+def _activated(inputs: Inputs, options: Options, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Return log_decay and beta, from raw gates where they are."""
+    log_decay, beta = activate(
+        inputs.log_decay, inputs.beta, inputs.A_log, inputs.dt_bias, options.beta_scale, dtype, options.lower_bound,
+        options.raw_gates,
+    )  # fmt: skip
+    return tuple(None if x is None else x.to(dtype) for x in (log_decay, beta))  # type: ignore[return-value]
 
 
 def _write(state: Tensor, slots: Tensor, own: Tensor, idle: Tensor | None) -> None:
@@ -321,7 +368,7 @@ def _check_and_choose(rule: Rule | None, inputs: Inputs, where: Slots, request: 
     inputs.refuse_unread(READS["torch"], "decode")
     if backend == "torch" or (backend == "auto" and q.device.type != "cuda"):
         return "torch", options
-    obstacle = _obstacle(inputs, state)
+    obstacle = _obstacle(rule, inputs, state)
     if obstacle is None:
         return "triton", options
     if backend == "triton":
@@ -329,9 +376,11 @@ def _check_and_choose(rule: Rule | None, inputs: Inputs, where: Slots, request: 
     return "torch", options
 
 
-def _obstacle(inputs: Inputs, state: Tensor) -> str | None:
+def _obstacle(rule: Rule, inputs: Inputs, state: Tensor) -> str | None:
     """Return the feature of this call that the kernel does not support, or None."""
     q = inputs.q
+    if rule.general:
+        return f"the kernel has no {rule.name}"
     if unread := [name for name in inputs.given() if name not in READS["triton"]]:
         return f"it does not read {', '.join(unread)}"
     if q.device.type != "cuda" and not (q.device.type == "cpu" and interpreted()):

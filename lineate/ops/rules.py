@@ -1,4 +1,4 @@
-"""The five public ops, softmax attention, and the attention matrix of each.
+"""The public ops of the rules with one key, and softmax attention; those of the general row are in ops/general.py.
 
 Shapes: q, k `b t h k`; v `b t hv v` (hv a multiple of h); log_decay `b t hv` or `b t hv k`, natural logarithm, at most
 0, per token, or `hv` if it is constant; beta `b t hv`; state `b hv k v` in float32 (float64 for float64 inputs). All
@@ -30,14 +30,14 @@ from torch import Tensor
 from lineate import checks
 from lineate.call import Inputs, Options, Request, in_one_dtype, spread_decay
 from lineate.console.hints import OF_OPS, hinted
-from lineate.dispatch import check_and_resolve, empty_state, select_rule
+from lineate.dispatch import check_and_resolve, empty_state
 from lineate.forms.chunkwise import READS as CHUNKWISE_READS
 from lineate.forms.chunkwise import chunkwise
+from lineate.forms.general_chunkwise import general_chunkwise
 from lineate.forms.packing import Form, run_chunked, run_packed
-from lineate.forms.parallel import attention_matrix as _attention_matrix
 from lineate.forms.parallel import parallel
 from lineate.forms.recurrent import recurrent
-from lineate.forms.stability import watch_writes
+from lineate.forms.stability import watch_erasing, watch_writes
 from lineate.native import ops as native_ops
 from lineate.ops.key_sums import divide_by_last, with_ones
 from lineate.ops.softmax import KeyValueCache, check_cache, softmax
@@ -57,17 +57,6 @@ class Attended(NamedTuple, Generic[State]):
     """`b t hv v`, in the dtype of v."""
     state: State
     """`b hv k v`, or `n_seqs hv k v` for packed sequences; a KeyValueCache for softmax attention."""
-
-
-class AttendedStates(NamedTuple):
-    """The result of attend_keeping_states: an op's result, and the memories between its tokens."""
-
-    output: Tensor
-    """`b t hv v`, in the dtype of v."""
-    state: Tensor
-    """`b hv k v`, or `n_seqs hv k v` for packed sequences: the memory after the last token."""
-    states: Tensor
-    """`b n hv k v`: the memory after every keep_states_every tokens; `n hv k v` for packed sequences, in order."""
 
 
 @hinted(OF_OPS)
@@ -188,7 +177,7 @@ def delta_rule(
         q: queries, `b t h k`.
         k: keys, `b t h k`.
         v: values, `b t hv v`, with hv a multiple of h.
-        beta: the rate of writing, `b t hv`; also `b t hv v`, one rate per value channel, in the recurrent form.
+        beta: the rate of writing, `b t hv`; also `b t hv v`, one rate per value channel.
         scale: multiplies the output; None is 1/sqrt(k).
         state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
         cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
@@ -229,7 +218,7 @@ def gated_delta_rule(
         k: keys, `b t h k`.
         v: values, `b t hv v`, with hv a multiple of h.
         log_decay: `b t hv`: natural logarithm of the decay, at most 0, per token; or `hv`, one constant for each head.
-        beta: the rate of writing, `b t hv`; also `b t hv v`, one rate per value channel, in the recurrent form.
+        beta: the rate of writing, `b t hv`; also `b t hv v`, one rate per value channel.
         scale: multiplies the output; None is 1/sqrt(k).
         state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
         cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
@@ -271,7 +260,7 @@ def kimi_delta_attention(
         k: keys, `b t h k`.
         v: values, `b t hv v`, with hv a multiple of h.
         log_decay: `b t hv k`: natural logarithm of the decay, at most 0, per token.
-        beta: the rate of writing, `b t hv`; also `b t hv v`, one rate per value channel, in the recurrent form.
+        beta: the rate of writing, `b t hv`; also `b t hv v`, one rate per value channel.
         scale: multiplies the output; None is 1/sqrt(k).
         state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
         cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
@@ -285,72 +274,6 @@ def kimi_delta_attention(
     """
     inputs = Inputs(q=q, k=k, v=v, log_decay=log_decay, beta=beta, state=state, cu_seqlens=cu_seqlens)
     return attend(KIMI_DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
-
-
-def attend_keeping_states(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None = None,
-    beta: Tensor | None = None,
-    *,
-    keep_states_every: int,
-    scale: float | None = None,
-    state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str = "auto",
-    normalize_qk: bool = False,
-) -> AttendedStates:
-    """Run the rule that the gates select, as in `explain`, and return the memory after every keep_states_every tokens.
-
-    >>> output, state, states = lineate.attend_keeping_states(q, k, v, log_decay, beta, keep_states_every=64)
-    >>> lineate.gated_delta_rule(q2, k2, v2, log_decay2, beta2, state=states[:, 0])      # continue after 64 tokens
-
-    The tokens between two kept states are one call, from the first of these states; so multiples of 64, a chunk, take
-    about the time of the op alone. Everything differentiates. Packed sequences run one after the other, and their
-    bounds are read, which waits for a GPU.
-
-    Args:
-        q: queries, `b t h k`.
-        k: keys, `b t h k`.
-        v: values, `b t hv v`, with hv a multiple of h.
-        log_decay: `b t hv` (per head), `b t hv k` (per key channel), `hv` (a constant of each head), or None for a rule
-            that does not forget.
-        beta: `b t hv`, `b t hv v`, or None for a rule that only accumulates.
-        keep_states_every: after how many tokens a memory is kept. Of t tokens, n = t // keep_states_every are: the
-            memory after an incomplete rest is not among them, but in `state`.
-        scale: multiplies the output; None is 1/sqrt(k).
-        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
-        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
-        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
-        normalize_qk: whether q and k are l2-normalised inside.
-
-    Returns:
-        AttendedStates(output, state, states).
-    """
-    checks.check_every(keep_states_every)
-    inputs = Inputs(q=q, k=k, v=v, log_decay=log_decay, beta=beta, state=state, cu_seqlens=cu_seqlens)
-    rule, request = select_rule(inputs), Request(scale, "auto", backend, None, normalize_qk)
-    inputs = spread_decay(in_one_dtype(inputs))
-    check_and_resolve(rule, inputs, request)
-    if inputs.state is None:
-        inputs = inputs.replace(state=empty_state(inputs.q, inputs.v, cu_seqlens, compute_dtype(inputs.v.dtype)))
-    kept: list[Tensor] = []
-
-    def attend_part(part: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-        output, state = attend(rule, part, request)
-        if part.q.shape[1] == options.chunk_size:
-            kept.append(state)
-        return output, state
-
-    run: Form = partial(run_chunked, attend_part)
-    options = Options(rule, 1.0, chunk_size=keep_states_every)
-    output, final = run(inputs, options) if cu_seqlens is None else run_packed(run, inputs, options)
-    if cu_seqlens is None:
-        states = torch.stack(kept, 1) if kept else final.new_empty(final.shape[0], 0, *final.shape[1:])
-    else:
-        states = torch.cat(kept) if kept else final.new_empty(0, *final.shape[1:])
-    return AttendedStates(output.to(v.dtype), final, states)
 
 
 def softmax_attention(
@@ -388,55 +311,6 @@ def softmax_attention(
     return Attended(*softmax(q, k, v, state, cu_seqlens, scale=scale, normalize_qk=normalize_qk))
 
 
-@full_precision_backward
-def attention_matrix(
-    q: Tensor,
-    k: Tensor,
-    log_decay: Tensor | None = None,
-    beta: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    normalize_qk: bool = False,
-) -> Tensor:
-    """Return A `b hv t t`, lower triangular: the weights with which each token reads each value, so that output = A V.
-
-    This holds for an empty initial memory.
-
-    The gates select the rule as in `explain`; without gates it is linear attention.
-
-    Args:
-        q: queries, `b t h k`.
-        k: keys, `b t h k`.
-        log_decay: `b t hv` (per head), `b t hv k` (per key channel) or `hv` (constant), at most 0; None: nothing is
-            forgotten.
-        beta: the rate of writing, `b t hv`; None for a rule that only accumulates.
-        scale: multiplies the matrix; None is 1/sqrt(k).
-        normalize_qk: whether q and k are l2-normalised inside.
-
-    Returns:
-        The matrix, float32 (float64 for float64 inputs).
-    """
-    inputs = in_one_dtype(Inputs(q=q, k=k, v=q, log_decay=log_decay, beta=beta))
-    q, k = inputs.q, inputs.k
-    checks.check_qkv(q, k, q)
-    checks.check_one_rate(beta)
-    gate, hv = log_decay if log_decay is not None else beta, q.shape[2]
-    if isinstance(gate, Tensor) and gate.dim() in (1, 3, 4):
-        heads = gate.shape[0 if gate.dim() == 1 else 2]
-        hv = heads // hv * hv or hv  # rounded down, so that the message about a wrong number names the gate
-    inputs = spread_decay(inputs.replace(v=q.new_empty(*q.shape[:2], hv, 1)))
-    rule = select_rule(inputs)
-    checks.check_inputs(rule, inputs)
-    checks.check_decay(inputs.log_decay)
-    checks.check_scale(scale)
-    checks.check_flag("normalize_qk", normalize_qk)
-    if rule.corrects:
-        watch_writes(k, beta, normalize_qk)
-    options = Options(rule, q.shape[-1] ** -0.5 if scale is None else scale, normalize_qk)
-    with full_precision(q):
-        return _attention_matrix(inputs, options)
-
-
 def attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
     """Check a call of a rule, choose its form and backend, and run it; or repeat an earlier one."""
     given = inputs
@@ -461,11 +335,13 @@ def attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
         inputs = inputs.replace(state=empty_state(q, v, inputs.cu_seqlens, compute_dtype(v.dtype), shared=shared))
     if plan.backend == "native":
         return Attended(*(native_ops.chunkwise if plan.form == "chunkwise" else native_ops.recurrent)(inputs, options))
-    by_hand = all(name in CHUNKWISE_READS for name in rule.gates)
+    by_hand = rule.general or all(name in CHUNKWISE_READS for name in rule.gates)
     if plan.form == "chunkwise" and plan.backend == "torch" and by_hand and not transformed():
-        return Attended(*chunkwise(inputs, options))
+        return Attended(*(general_chunkwise if rule.general else chunkwise)(inputs, options))
     checks.check_decay(inputs.log_decay)
-    if rule.corrects:
+    if rule.general:
+        watch_erasing(inputs, options)
+    elif rule.corrects:
         watch_writes(inputs.k, inputs.beta, options.normalize_qk)
     if plan.backend == "triton":
         from lineate.kernels import ops as kernels  # triton, at its first use

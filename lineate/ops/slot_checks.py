@@ -84,7 +84,7 @@ def check_decode_state(state: Tensor | None, q: Tensor, v: Tensor, rows: int, *,
     """Check a state `rows hv k v`, or a pool `n_slots hv k v`, that can be written in place."""
     if not isinstance(state, Tensor):
         raise TypeError(f"state must be a torch.Tensor, got {type(state).__name__}; start from torch.zeros")
-    sizes = (v.shape[2], q.shape[3], v.shape[3])
+    sizes = (v.shape[-2], q.shape[3], v.shape[-1])
     if pooled:
         if state.dim() != 4 or state.shape[1:] != sizes or state.shape[0] == 0:
             expected = f"(n_slots, hv, k, v) = (n_slots, {', '.join(map(str, sizes))})"

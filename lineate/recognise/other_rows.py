@@ -17,7 +17,7 @@ def row_by_op(responses: Sequence[Response], keys: str, x: Measured | None) -> M
     if x is not None and (found := _general(x)) is not None:
         return found
     for row in other_rows():
-        if row.rule.name in GENERAL:
+        if row.rule.name in GENERAL or row.rule.writes:
             continue
         if (fitted := fit_row(row.rule, responses)) is not None:
             gates, largest = fitted

@@ -211,7 +211,7 @@ RELATIVES = {
     "beta-per-value-channel": Relative(
         "one write strength per value channel",
         "Each value channel has its own beta; the rows of the table have one per head. The ops of the correcting rules "
-        "take such a beta (b t hv v) with form='recurrent' alone.",
+        "take such a beta (b t hv v).",
         "decay in [0, 1], 0 <= beta_y |k|^2 <= 2 in every value channel",
         "use one beta per head",
     ),

@@ -13,9 +13,9 @@ from lineate.models import (
     MambaConfig,
     MemoryConfig,
 )
-from lineate.rule import RULES
+from lineate.rule import ONE_KEY_RULES
 
-CORRECTING = tuple(rule.name for rule in RULES if rule.corrects)
+CORRECTING = tuple(rule.name for rule in ONE_KEY_RULES if rule.corrects)
 """The rules that have a beta, by the names of their rows."""
 
 

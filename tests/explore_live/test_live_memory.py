@@ -8,7 +8,7 @@ from torch import Tensor
 
 import lineate
 from lineate.explore.memories import DEMO_RULES
-from lineate.rule import RULES
+from lineate.rule import ONE_KEY_RULES
 
 LETTERS = "stuvwxyz"
 CLOSE = 2e-6  # the numbers are rounded to six decimals
@@ -45,7 +45,7 @@ def random_steps(seed: int, count: int, keys: int, values: int) -> list[dict]:
 
 def reference(name: str, steps: list[dict], vectors: Tensor, values: int) -> list[Tensor]:
     """Return S after each number of steps, from the equation written out with matrices."""
-    rule = next(rule for rule in RULES if rule.name == name)
+    rule = next(rule for rule in ONE_KEY_RULES if rule.name == name)
     count = len(vectors)
     S = torch.zeros(count, values, dtype=torch.float64)
     found = [S]
@@ -91,14 +91,14 @@ def test_states_answers_and_norms_follow_the_equation(client, seed, count, keys,
     exact = torch.full((keys, keys), cosine, dtype=torch.float64).fill_diagonal_(1.0)
     vectors = symmetric_root(exact)
     close(found["keys"]["vectors"], vectors)
-    for rule in RULES:
+    for rule in ONE_KEY_RULES:
         own, wanted = found["rules"][rule.name], torch.stack(reference(rule.name, steps, vectors, values))
         close(own["states"], wanted)
         close(own["norms"], wanted.flatten(1).norm(dim=1))
         close(own["answers"], vectors @ wanted)
 
 
-@pytest.mark.parametrize("rule", [rule.name for rule in RULES])
+@pytest.mark.parametrize("rule", [rule.name for rule in ONE_KEY_RULES])
 def test_the_state_is_that_of_the_op(client, rule):
     """The public op in its recurrent form, on the same tokens, ends with the same state and reads the same."""
     steps = [step for step in random_steps(5, 40, 4, 4) if step["op"] == "write"]
@@ -110,7 +110,7 @@ def test_the_state_is_that_of_the_op(client, rule):
     q = vectors[2].expand_as(k)
     head = torch.tensor([step.get("decay", 1.0) for step in steps], dtype=torch.float64).log()[None, :, None]
     channel = torch.tensor([step.get("channels", [step.get("decay", 1.0)] * 4) for step in steps], dtype=torch.float64)
-    row = next(x for x in RULES if x.name == rule)
+    row = next(x for x in ONE_KEY_RULES if x.name == rule)
     gates = {"none": [], "head": [head], "channel": [channel.log()[None, :, None]]}[row.decays[0]]
     if row.corrects:
         gates.append(torch.tensor([step["beta"] for step in steps], dtype=torch.float64)[None, :, None])

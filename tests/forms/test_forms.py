@@ -322,25 +322,35 @@ def test_beta_per_value_channel(row):
     assert_within(errors(got, Result(got.output, got.state, grads)), 1e-10)
 
 
-def test_equal_columns_of_beta_are_one_beta():
+@pytest.mark.parametrize("form", FORMS)
+def test_equal_columns_of_beta_are_one_beta(form):
     inputs = draw(GATED_DELTA, SMALL)
     columns = {**inputs, "beta": inputs["beta"].unsqueeze(-1).expand_as(inputs["v"])}
-    got, expected = run(GATED_DELTA, columns, "recurrent"), run(GATED_DELTA, inputs, "recurrent")
+    got, expected = run(GATED_DELTA, columns, form), run(GATED_DELTA, inputs, "recurrent")
     got.grads["beta"] = got.grads["beta"].sum(-1)
     assert_float64_agrees(got, expected)
 
 
-def test_beta_per_value_channel_in_packed_texts():
+@pytest.mark.parametrize("row", [DELTA, GATED_DELTA, KIMI_DELTA], ids=str)
+@pytest.mark.parametrize("form", ["chunkwise", "parallel"])
+def test_beta_per_value_channel_in_all_forms(row, form):
+    inputs = draw(row, SMALL)
+    inputs["beta"] = inputs["beta"].unsqueeze(-1) * torch.linspace(0.2, 1, SMALL.v, dtype=torch.float64)
+    assert_float64_agrees(run(row, inputs, form), run(row, inputs, "recurrent"))
+
+
+@pytest.mark.parametrize("form", ["recurrent", "chunkwise"])
+def test_beta_per_value_channel_in_packed_texts(form):
     inputs = draw(DELTA, PACKED, texts=len(TEXTS))
     inputs["beta"] = inputs["beta"].unsqueeze(-1) * torch.linspace(0.2, 1, PACKED.v, dtype=torch.float64)
-    packed = DELTA.op(**inputs, cu_seqlens=bounds())
+    packed = DELTA.op(**inputs, cu_seqlens=bounds(), form=form)
     start = 0
     for i, length in enumerate(TEXTS):
         if not length:
             assert torch.equal(packed.state[i], inputs["state"][i])
             continue
         text = {name: x[:, start : start + length] for name, x in inputs.items() if name != "state"}
-        alone = DELTA.op(**text, state=inputs["state"][i : i + 1])
+        alone = DELTA.op(**text, state=inputs["state"][i : i + 1], form=form)
         assert torch.equal(packed.output[:, start : start + length], alone.output)
         assert torch.equal(packed.state[i : i + 1], alone.state)
         start += length

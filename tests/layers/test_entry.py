@@ -89,6 +89,8 @@ def test_wrong_states(letter):
         (changed(state, Tensor.bfloat16), ValueError, r"state\['\w+'\] must be float32, got bfloat16"),
         (changed(state, lambda y: y.to("meta")), ValueError, r"state\['\w+'\] must be on the device of x, cpu, got"),
     ):
+        if "bfloat16" in message and all(torch.bfloat16 in spec.dtypes for spec in mixer.state_spec):
+            continue  # its only tensor is a memory that may be narrow
         for _ in range(2):  # a state that passed the check changes nothing
             with pytest.raises(error, match=message):
                 mixer(x, wrong)

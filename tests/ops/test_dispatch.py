@@ -36,7 +36,7 @@ NO_COMPILER = "no C compiler was found"
 
 SHORT = "form 'recurrent' because t is at most 8: decoding"
 CHUNKS = "form 'chunkwise': linear in t, quadratic only inside a chunk"
-RATES = "form 'recurrent' because beta has one rate per value channel"
+RATES = "form 'recurrent' because the kernel for one beta per value channel is recurrent"
 ASKED = "form '{form}' as asked"
 NATIVE = "backend 'native' runs float32 on a CPU"
 NATIVE_ASKED, TORCH_ASKED = "backend 'native' as asked", "backend 'torch' as asked"
@@ -47,6 +47,7 @@ NO_GRADIENTS = "the native recurrent form has no gradients"
 NO_FLOAT64 = "the native backend computes in float32, got float64 inputs"
 NOT_CPU = "the native backend needs CPU tensors, got {}"
 NO_TRITON = "triton is not installed (No module named 'triton')"
+TRITON_RATES = "the triton chunkwise form takes no beta per value channel"
 TRITON, TRITON_ASKED = "backend 'triton' runs kernels made for a GPU", "backend 'triton' as asked"
 TRITON_FLOAT64 = "the triton kernels compute in float32, got float64 inputs"
 TRITON_PARALLEL = "the triton backend has no parallel form"
@@ -98,9 +99,10 @@ SERVED = [
     ({"device": "meta"}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + NOT_CPU.format("meta")),
     ({"no_native": NO_COMPILER}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + NO_COMPILER),
     ({"t": 3, "no_native": NO_COMPILER}, "recurrent", "torch", 1, SHORT, BECAUSE + NO_COMPILER),
-    ({"beta_per_channel": True}, "recurrent", "torch", 1, RATES, BECAUSE + NO_RATES),
-    ({"beta_per_channel": True, "packed": True}, "recurrent", "torch", 1, RATES, BECAUSE + NO_RATES),
-    ({"beta_per_channel": True, "needs_grad": True}, "recurrent", "torch", 1, RATES, BECAUSE + NO_RATES),
+    ({"beta_per_channel": True}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + NO_RATES),
+    ({"beta_per_channel": True, "t": 8}, "recurrent", "torch", 1, SHORT, BECAUSE + NO_RATES),
+    ({"beta_per_channel": True, "packed": True}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + NO_RATES),
+    ({"beta_per_channel": True, "needs_grad": True}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + NO_RATES),
     ({"transformed": True}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + TRANSFORMED),
     ({"transformed": True, "t": 1}, "recurrent", "torch", 1, SHORT, BECAUSE + TRANSFORMED),
     # auto on a GPU: the triton kernels, or torch where they cannot serve; limits of native do not matter there
@@ -123,7 +125,8 @@ SERVED = [
     ({**GPU, "dtype": F64, "t": 1}, "recurrent", "torch", 1, SHORT, BECAUSE + TRITON_FLOAT64),
     ({**GPU, "form": "parallel"}, "parallel", "torch", 100, ASKED, BECAUSE + TRITON_PARALLEL),
     ({**GPU, "form": "recurrent", "needs_grad": True}, "recurrent", "torch", 1, ASKED, BECAUSE + TRITON_GRADIENTS),
-    ({**GPU, "beta_per_channel": True, "needs_grad": True}, "recurrent", "torch", 1, RATES, BECAUSE + TRITON_GRADIENTS),
+    ({**GPU, "beta_per_channel": True, "needs_grad": True}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + TRITON_RATES),
+    ({**GPU, "form": "chunkwise", "beta_per_channel": True}, "chunkwise", "torch", 64, ASKED, BECAUSE + TRITON_RATES),
     ({**GPU, "width": 257}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + TRITON_WIDE),
     ({**GPU, "width": 257, "t": 1}, "recurrent", "torch", 1, SHORT, BECAUSE + TRITON_WIDE),
     ({**GPU, "chunk_size": 16}, "chunkwise", "torch", 16, CHUNKS, BECAUSE + TRITON_CHUNKS.format(16)),
@@ -136,6 +139,8 @@ SERVED = [
     ({"form": "recurrent", "packed": True}, "recurrent", "native", 1, ASKED, NATIVE),
     ({"form": "recurrent", "needs_grad": True}, "recurrent", "torch", 1, ASKED, BECAUSE + NO_GRADIENTS),
     ({"form": "recurrent", "beta_per_channel": True}, "recurrent", "torch", 1, ASKED, BECAUSE + NO_RATES),
+    ({"form": "chunkwise", "beta_per_channel": True}, "chunkwise", "torch", 64, ASKED, BECAUSE + NO_RATES),
+    ({"form": "parallel", "beta_per_channel": True}, "parallel", "torch", 100, ASKED, BECAUSE + NO_PARALLEL),
     ({"form": "chunkwise", "t": 1}, "chunkwise", "native", 1, ASKED, NATIVE),
     ({"form": "chunkwise", "needs_grad": True}, "chunkwise", "native", 32, ASKED, NATIVE),
     ({"form": "chunkwise", "dtype": F64}, "chunkwise", "torch", 64, ASKED, BECAUSE + NO_FLOAT64),
@@ -161,10 +166,6 @@ SERVED = [
     ({"backend": "triton", "t": 1}, "recurrent", "triton", 1, SHORT, TRITON_ASKED),
 ]
 
-RATES_MESSAGE = (
-    "form='{form}' needs beta of shape (b, t, hv); one beta per value channel (b, t, hv, v) "
-    "is supported by form='recurrent' only"
-)
 MESSAGE = "backend='{backend}' cannot serve this call: {why}; use backend='torch'"
 
 
@@ -173,9 +174,6 @@ def _refused(backend: str, changes: dict[str, object], why: str) -> tuple[dict[s
 
 
 REFUSED = [
-    ({"form": "chunkwise", "beta_per_channel": True}, RATES_MESSAGE.format(form="chunkwise")),
-    ({"form": "parallel", "beta_per_channel": True}, RATES_MESSAGE.format(form="parallel")),
-    ({**GPU, "form": "chunkwise", "beta_per_channel": True}, RATES_MESSAGE.format(form="chunkwise")),
     _refused("native", {"dtype": F64}, NO_FLOAT64),
     _refused("native", GPU, NOT_CPU.format("cuda")),
     _refused("native", {"form": "parallel"}, NO_PARALLEL),
@@ -194,7 +192,7 @@ REFUSED = [
     _refused("triton", {**GPU, "dtype": F64}, TRITON_FLOAT64),
     _refused("triton", {**GPU, "form": "parallel"}, TRITON_PARALLEL),
     _refused("triton", {**GPU, "form": "recurrent", "needs_grad": True}, TRITON_GRADIENTS),
-    _refused("triton", {**GPU, "beta_per_channel": True, "needs_grad": True}, TRITON_GRADIENTS),
+    _refused("triton", {**GPU, "beta_per_channel": True, "needs_grad": True}, TRITON_RATES),
     _refused("triton", {**GPU, "width": 257}, TRITON_WIDE),
     _refused("triton", {**GPU, "width": 257, "t": 1}, TRITON_WIDE),
     _refused("triton", {**GPU, "chunk_size": 32}, TRITON_CHUNKS.format(32)),
@@ -214,7 +212,7 @@ def label(changes: dict[str, object]) -> str:
 
 
 @pytest.mark.parametrize("row", SERVED, ids=lambda row: label(row[0]))
-@pytest.mark.parametrize("the_rule", rule.RULES, ids=lambda x: x.name)
+@pytest.mark.parametrize("the_rule", rule.ONE_KEY_RULES, ids=lambda x: x.name)
 def test_served(the_rule, row):
     changes, form, backend, chunk_size, why_form, why_backend = row
     call = {**DEFAULTS, **changes}
@@ -255,7 +253,7 @@ def test_an_explicit_request_is_served_or_refused_but_never_replaced():
         except ValueError:
             refused += 1
             assert (call["form"], call["backend"]) != ("auto", "auto")
-            assert call["backend"] in ("native", "triton") or call["beta_per_channel"]
+            assert call["backend"] in ("native", "triton")
             continue
         served += 1
         assert call["form"] in ("auto", plan.form)
@@ -267,7 +265,8 @@ def test_an_explicit_request_is_served_or_refused_but_never_replaced():
         assert not (plan.backend == "triton" and plan.form == "recurrent" and call["needs_grad"])
         assert not (plan.backend == "triton" and plan.form == "chunkwise" and call["chunk_size"] == 16)
         assert call["backend"] != "auto" or plan.backend != {"cpu": "triton", "cuda": "native"}.get(call["device"])
-        assert not (call["beta_per_channel"] and plan.form != "recurrent")
+        assert not (call["beta_per_channel"] and plan.backend == "native")
+        assert not (call["beta_per_channel"] and plan.backend == "triton" and plan.form != "recurrent")
     assert served > 1000
     assert refused > 1000
 

@@ -185,13 +185,6 @@ CALLS: list[tuple[str, Op, Arguments, type[Exception], str]] = [
      "beta must have shape (b, t, hv) = (2, 6, 4) or (b, t, hv, v) = (2, 6, 4, 5), got (2, 6, 2)"),
     ("beta per key channel", GATED_DELTA.op, arguments(beta=zeros(2, 6, 4, 3)), ValueError,
      "beta must have shape (b, t, hv) = (2, 6, 4) or (b, t, hv, v) = (2, 6, 4, 5), got (2, 6, 4, 3)"),
-    ("beta per value channel, chunkwise", GATED_DELTA.op, arguments(beta=zeros(2, 6, 4, 5), form="chunkwise"),
-     ValueError, "form='chunkwise' needs beta of shape (b, t, hv); one beta per value channel (b, t, hv, v) "
-     "is supported by form='recurrent' only"),
-    ("beta per value channel, parallel", KIMI_DELTA.op,
-     arguments(KIMI_DELTA, beta=zeros(2, 6, 4, 5), form="parallel"), ValueError,
-     "form='parallel' needs beta of shape (b, t, hv); one beta per value channel (b, t, hv, v) "
-     "is supported by form='recurrent' only"),
     ("beta per value channel, native", DELTA.op, arguments(DELTA, beta=zeros(2, 6, 4, 5), backend="native"),
      ValueError, "backend='native' cannot serve this call: the native backend takes no beta per value channel; "
      "use backend='torch'"),
@@ -218,8 +211,7 @@ CALLS: list[tuple[str, Op, Arguments, type[Exception], str]] = [
      TRITON.format("the triton kernels take k and v up to 256, got 300")),
     ("triton, beta per value channel, chunkwise", DELTA.op,
      arguments(DELTA, beta=zeros(2, 6, 4, 5), backend="triton", form="chunkwise"), ValueError,
-     "form='chunkwise' needs beta of shape (b, t, hv); one beta per value channel (b, t, hv, v) "
-     "is supported by form='recurrent' only"),
+     TRITON.format("the triton chunkwise form takes no beta per value channel")),
     ("triton log_decay positive", GATED_DELTA.op,
      arguments(log_decay=zeros(2, 6, 4) + 0.25, backend="triton", form="chunkwise"), ValueError,
      "log_decay must be <= 0 (natural log of a decay in [0, 1]), got a maximum of 0.25; "

@@ -39,7 +39,6 @@ WRONG = {
     "S = S - 2 * (1 - g) * S; S = S + b * outer(k, v - S.T @ k)": ("penalty-without-half", "gated_delta_rule"),
     "S = (2 * g - 1) * S + outer(k, v)": ("penalty-without-half", "gated_delta_rule"),
     # beta per channel
-    "S = S + outer(diag(b) @ k, v - S.T @ k)": ("beta-per-key-channel", "delta_rule"),
     "S = a * S; S = S + outer(k, diag(b) @ (v - S.T @ k))": ("beta-per-value-channel", "gated_delta_rule"),
     # a missing transpose
     "S = S + b * outer(k, v - S @ k)": ("missing-transpose", "delta_rule"),
@@ -51,8 +50,6 @@ WRONG = {
     "S = a * S; S = S - b * outer(k, v + S.T @ k)": ("sign-of-the-value", "gated_delta_rule"),
     "S = a * S - outer(k, v)": ("sign-of-the-value", "gated_delta_rule"),
     # strengths, ranges, and what is written
-    "S = S + b * outer(k, v) - outer(k, S.T @ k)": ("unequal-strengths", "delta_rule"),
-    "S = a * S; S = S + outer(k, b * v - beta * S.T @ k)": ("unequal-strengths", "gated_delta_rule"),
     "S = exp(g * g) * S + outer(k, v)": ("growing", "gated_delta_rule"),
     "S = (a - 1) * S + outer(k, v)": ("negative-decay", "gated_delta_rule"),
     "S = S + k * v": ("other-write", "delta_rule"),

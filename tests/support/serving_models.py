@@ -39,6 +39,7 @@ PATTERNS = {
     "TPNC": replace(CONFIG, pattern="TPNC"),
     "SSA": replace(CONFIG, pattern="SSA", n_layers=3),
     "EA": replace(CONFIG, pattern="EA", n_layers=2),
+    "HOA": replace(CONFIG, pattern="HOA", n_layers=3, linear=LinearConfig(2, 4, 16, 16, rope_theta=100.0)),
     "attention alone": replace(CONFIG, pattern="A", n_layers=2),
 }
 

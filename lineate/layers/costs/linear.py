@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from lineate.dispatch import CHUNK_SIZES, RECURRENT_UP_TO
 from lineate.layers.configs import LinearConfig
 from lineate.layers.registry import ModelSizes, Operations
+from lineate.layers.variants.features import features_of, layers_of
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
 from lineate.torch_ops.flops import Heads
 
@@ -29,8 +30,8 @@ class LinearCosts:
     """Whether the decay is one per key channel."""
     fused: bool = False
     """Whether the rule takes the raw gates; the recurrence then serves only calls of one token."""
-    sums_keys: bool = False
-    """Whether the memory has one more column, the sum of the keys."""
+    maps: bool = False
+    """Whether q and k go through the feature map of the configuration, and the output may be divided by their sums."""
 
     def operations(self) -> Operations:
         """Return the counts of the rule."""
@@ -55,11 +56,15 @@ class LinearCosts:
 
     def recurrence(self, x: LinearConfig) -> int:
         """Return the operations of the recurrence on a token: read with q, write, and compare if the rule corrects."""
-        return 2 * (3 if self.rule.corrects else 2) * x.value_heads * x.key_dim * self.columns(x)
+        return 2 * (3 if self.rule.corrects else 2) * x.value_heads * self.rows(x) * self.columns(x)
+
+    def rows(self, x: LinearConfig) -> int:
+        """Return the rows of a head's memory: the channels of a key, or its features."""
+        return x.key_dim * (features_of(x.feature_map) if self.maps else 1)
 
     def columns(self, x: LinearConfig) -> int:
-        """Return the columns of a head's memory."""
-        return x.value_dim + self.sums_keys
+        """Return the columns of a head's memory; the last may be the sum of the keys."""
+        return x.value_dim + (self.maps and x.normalize)
 
     def kept_bytes(self, x: LinearConfig, half: bool) -> float:
         """Return the bytes a token that the backward keeps.
@@ -70,7 +75,7 @@ class LinearCosts:
         e = 2 if half else 4
         values = x.value_heads * x.value_dim
         width = 2 * x.heads * x.key_dim + values
-        states = e * x.value_heads * x.key_dim * self.columns(x) / CHUNK_SIZES["triton" if half else "native"]
+        states = e * x.value_heads * self.rows(x) * self.columns(x) / CHUNK_SIZES["triton" if half else "native"]
         convolved = width if x.conv_size else 0
         return e * (width + self.gates(x) + convolved + 2 * values) + self.kept(x, half) + states
 
@@ -79,12 +84,12 @@ class LinearCosts:
 
         Token i may sum what tokens 1 .. i wrote, i vectors of v numbers, instead of reading the k x v state.
         """
-        near, reads = min(tokens, x.key_dim), 2 if self.rule.corrects else 1
+        near, reads = min(tokens, self.rows(x)), 2 if self.rule.corrects else 1
         pairs = near * (near + 1) // 2
-        return 2 * reads * x.value_heads * self.columns(x) * (near * x.key_dim - pairs)
+        return 2 * reads * x.value_heads * self.columns(x) * (near * self.rows(x) - pairs)
 
     def _heads(self, x: LinearConfig) -> Heads:
-        return Heads(x.heads, x.value_heads, x.key_dim, self.columns(x), self.rule.corrects, self.per_channel)
+        return Heads(x.heads, x.value_heads, self.rows(x), self.columns(x), self.rule.corrects, self.per_channel)
 
 
 def values_of(x: LinearConfig) -> int:
@@ -126,7 +131,12 @@ def _channels_kept(x: LinearConfig, half: bool) -> float:
 
 
 # Gates are float32 whatever the products are; the Triton kernels of the fused rules read them as they were projected.
-LINEAR_COSTS = LinearCosts(gate_columns, _features_kept, sums_keys=True)
+LINEAR_COSTS = LinearCosts(
+    gate_columns,
+    _features_kept,
+    inner=lambda x: 2 * layers_of(x.feature_map) * x.heads * x.key_dim**2,
+    maps=True,
+)
 GATED_LINEAR_COSTS = LinearCosts(
     lambda x: decay_rank(x) + gate_columns(x),
     lambda x, half: 4 * x.value_heads * x.key_dim * (2 if half else 3),

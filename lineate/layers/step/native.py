@@ -325,7 +325,7 @@ def _features(mixer: LinearMixer, spec: StepSpec) -> str:
     """Return how the rule uses q and k; a feature map may be the identity."""
     if spec.features != "map":
         return spec.features
-    if mixer.feature_map not in ("identity", "elu+1"):
+    if mixer.feature_map not in ("identity", "elu+1") or not mixer.normalize or mixer.sum_to_one:
         raise _Unfit
     return "plain" if mixer.feature_map == "identity" else "map"
 

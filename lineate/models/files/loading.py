@@ -103,7 +103,7 @@ def load(
 ) -> None:
     """Give a model on the meta device its tensors; if anything fails it is unchanged.
 
-    Floating tensors become `dtype`, except A_log, dt_bias and router_bias, which are float32, and those named in
+    Floating tensors become `dtype`, except A_log, dt_bias, lower_bound and router_bias, which are float32, and those in
     `quantised`, which become weights of these formats; to callers they have `dtype`.
     """
     targets, quantised = _find_targets(model), quantised or {}

@@ -1,0 +1,1 @@
+"""Published parametrisations of the rules, and the parts that only they have."""
