@@ -32,7 +32,7 @@ def test_hgrn2(text):
     ["S = diag(f) @ S + outer(1 - 0.999 * f, v)", "S = diag(f) @ S + outer(f, v)", "S = f * S + outer(1 - a, v)"],
 )
 def test_what_is_not_hgrn2(text):
-    """What is written is neither 1 - decay nor the key."""
+    """Neither 1 - decay nor the key is written."""
     assert check(text).match.relative == "other-write"
 
 
