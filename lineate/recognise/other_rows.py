@@ -33,6 +33,8 @@ def _general(x: Measured) -> Match | None:
     along = erase.along(r.token.k for r in x.responses)
     of_key = erase.reader in ("k", "normalize(k)") or (erase.probe is None and not x.responses[0].token.others)
     second = along and of_key and x.write_shape != "key"
+    if second and all(d @ e < 0 for d, e in zip(erase.directions, erase.probes, strict=True)):
+        return None  # it adds what is stored under k: the step has the wrong sign
     wanted = GATED_DELTA_2 if second else LOW_RANK
     row = next((row for row in other_rows() if row.rule.name == wanted), None)
     if row is None:
