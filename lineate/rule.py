@@ -9,7 +9,7 @@
 In these five rules one key is compared, erased and written. The general row has a direction d that is erased, a probe
 e that reads what is there, a key k that is written, and a value u; a token may write several times:
 
-    S_t = S' - d_t (S'^T e_t)^T + k_t u_t^T          e = k, d = k, with beta beside e and v: the five rules
+    S_t = S' - d_t (S'^T e_t)^T + k_t u_t^T          e = k, d = beta k, u = beta v: the five rules
                                                      e = erase * k, d = k, u = write * v: gated_delta_rule_2
                                                      e = probe, d = direction, u = v: diagonal_plus_low_rank
     S  = S - beta_j k_j (S^T k_j - v_j)^T            for j = 1 .. n, after one S': gated_delta_product

@@ -1,4 +1,4 @@
-"""What the chunkwise forms work on together: the chunks of each sequence, and blocks of heads."""
+"""Chunks of sequences, and blocks of heads: the units of work of the chunkwise forms."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

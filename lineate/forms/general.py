@@ -1,4 +1,4 @@
-"""The general row as plain tensors: what each rule that erases, compares and writes apart is a case of.
+"""The general row as plain tensors, of which each rule that erases, compares and writes with different keys is a case.
 
     S' = Diag(exp(log_decay_t)) S_{t-1}
     S_t = S' - d_t (S'^T e_t)^T + k_t u_t^T          n writes a token: decay before the first, read after the last

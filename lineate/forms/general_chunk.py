@@ -14,7 +14,7 @@ Otherwise d is a second writer, with scores P_d and M_d of its own, and X is wha
 
     (I + M_d) X = Er S + M U      O = Qr S + P U - P_d X      S_next = e^{G_c} S + Kw^T U - Dw^T X
 
-Backward, from dO and dS_next, with Z = d(Er S) beside e, as dO is beside q:
+Backward, from dO and dS_next; Z = d(Er S) is to e what dO is to q:
 
     d = k:   Z = -(I + M)^{-T} (P^T dO + Kw dS_next)              dU = -Z
     d != k:  Z = -(I + M_d)^{-T} (P_d^T dO + Dw dS_next)          dU = P^T dO + Kw dS_next + M^T Z

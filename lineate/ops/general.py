@@ -31,7 +31,7 @@ def gated_delta_rule_2(
     chunk_size: int | None = None,
     normalize_qk: bool = False,
 ) -> Attended[Tensor]:
-    """Forget, then erase and write apart: S_t = S' + k_t (write_t * v_t - S'^T (erase_t * k_t))^T (Gated DeltaNet-2).
+    """Forget, then erase and write separately: S_t = S' + k_t (write_t * v_t - S'^T (erase_t * k_t))^T (GDN-2).
 
     With erase = beta and write = beta in all channels it is kimi_delta_attention, or gated_delta_rule. erase = 0 only
     accumulates; write = 0 only erases. Keys should have unit length (normalize_qk=True) and erase lie in [0, 2], or the

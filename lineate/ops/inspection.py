@@ -1,4 +1,4 @@
-"""What a rule did on the way: the memories between its tokens, and the attention matrix that it amounts to."""
+"""The memories between the tokens of a rule, and the attention matrix that it amounts to."""
 
 from functools import partial
 from typing import NamedTuple

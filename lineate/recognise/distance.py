@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lineate.recognise.evaluation import Token
-from lineate.recognise.matching import Match
+from lineate.recognise.match import Match
 from lineate.recognise.measuring import formula_value
 from lineate.recognise.rules import run_tokens
 from lineate.recognise.symbols import DECAYS, RATES

@@ -14,7 +14,18 @@ from typing import NoReturn
 
 from lineate.console.names import nearest
 from lineate.recognise.functions import FUNCTIONS, METHODS, Option
-from lineate.recognise.symbols import MODULES, SIZES, Refused, known_names, part_of, plain
+from lineate.recognise.symbols import (
+    CELL,
+    MODULES,
+    SIZES,
+    STATE_ENDINGS,
+    Part,
+    Refused,
+    known_names,
+    numbered_alike,
+    part_of,
+    plain,
+)
 
 MOST_CHARACTERS, MOST_STATEMENTS, MOST_NODES, MOST_DEPTH, MOST_GATES = 1000, 12, 160, 40, 4
 LARGEST_NUMBER, LARGEST_POWER, LONGEST_NAME = 1e6, 8, 32
@@ -69,14 +80,62 @@ class Program:
     """Names that no statement defined before their use, and their parts ("state", "key", ..., "gate")."""
     inside_exp: frozenset[str]
     """Gates that occur in the argument of exp alone: they may be negative."""
+    cell: bool = False
+    """Whether C is the memory, as in mLSTM's notation."""
+
+    @property
+    def memory(self) -> str:
+        """Return the name of the memory, without an ending; S if it has none."""
+        part = self.part(self.names("state")[0]) if self.names("state") else None
+        return part.base if part is not None else "S"
+
+    def part(self, name: str) -> Part | None:
+        """Return the part of a name in this program."""
+        return part_in(name, self.cell)
 
     def names(self, kind: str) -> list[str]:
         """Return the free names that have a role, in order of appearance."""
         return [name for name, part in self.free.items() if part == kind]
 
+    def feeding(self) -> set[str]:
+        """Return the names that the new memory is computed from; all if no statement assigns it."""
+        wanted: set[str] = set()
+        found = False
+        for statement in reversed(self.statements):
+            part = self.part(statement.target) if statement.target is not None else None
+            is_memory = part is not None and part == Part("state", self.memory)
+            found = found or is_memory
+            if is_memory or statement.target in wanted:
+                wanted |= {x.name for x in walk(statement.value) if isinstance(x, Symbol)}
+        return wanted if found else set(self.free)
+
     def uses(self, function: str) -> bool:
         """Whether a function occurs anywhere."""
         return any(x.function == function for s in self.statements for x in walk(s.value) if isinstance(x, Apply))
+
+
+def part_in(name: str, cell: bool) -> Part | None:
+    """Return the part of a name; with `cell`, C is the memory."""
+    base = name
+    for ending in STATE_ENDINGS:
+        base = base.removesuffix(ending)
+    return Part("state", CELL) if cell and base == CELL else part_of(name)
+
+
+def _is_cell(tree: ast.Module) -> bool:
+    """Whether C is the memory: it is assigned, and no other memory is assigned and read."""
+    targets = [x for statement in tree.body for x in _targets(statement)]
+    read = {x.id for x in ast.walk(tree) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)}
+    kinds = [part.kind for x in targets if (part := part_in(x, True)) is not None]
+    bases = {part.base for x in read if (part := part_of(x)) is not None and part.kind == "state"}
+    others = [part for x in targets if (part := part_of(x)) is not None and part.kind == "state"]
+    return "state" in kinds and not any(part.base in bases for part in others)
+
+
+def _targets(statement: ast.stmt) -> list[str]:
+    """Return the names that a statement assigns."""
+    found = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    return [x.id for x in found if isinstance(x, ast.Name)]
 
 
 def walk(node: Node) -> list[Node]:
@@ -132,14 +191,16 @@ class _Reader:
         self.free: dict[str, str] = {}
         self.bases: dict[str, str] = {}
         self.exposed: set[str] = set()  # gates that occur outside of exp
+        self.cell = False
 
     def program(self, tree: ast.Module) -> Program:
         """Return the whole program."""
+        self.cell = _is_cell(tree)
         statements = [self.statement(x, i == len(tree.body) - 1) for i, x in enumerate(tree.body)]
         gates = [name for name, kind in self.free.items() if kind == "gate"]
         if len(gates) > MOST_GATES:
             raise Refused(f"expected at most {MOST_GATES} gates, got {', '.join(gates)}")
-        return Program(self.text, tuple(statements), self.free, frozenset(gates) - self.exposed)
+        return Program(self.text, tuple(statements), self.free, frozenset(gates) - self.exposed, self.cell)
 
     def statement(self, node: ast.stmt, last: bool) -> Statement:
         """Return an assignment, or the expression that stands at the end."""
@@ -149,7 +210,8 @@ class _Reader:
                 self.refuse(node, "name = value in every statement but the last")
             return Statement(None, self.read(node.value, 0, False))
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            target, value = node.targets[0], self.read(node.value, 0, False)
+            target = node.targets[0]
+            value = self.read(node.value, 0, self.carries(target))
         elif isinstance(node, ast.AugAssign) and type(node.op) in OPERATORS:
             target = node.target
             if not isinstance(target, ast.Name):
@@ -165,6 +227,11 @@ class _Reader:
             raise Refused(f"expected a name of your own to the left of =, got {name!r}, which has a meaning")
         self.defined.add(name)
         return Statement(name, value)
+
+    def carries(self, target: ast.expr) -> bool:
+        """Whether a statement computes a second state: max(f + m, i) says nothing about the signs of f and i."""
+        part = part_in(target.id, self.cell) if isinstance(target, ast.Name) else None
+        return part is not None and part.kind == "second state"
 
     def read(self, node: ast.expr, depth: int, in_exp: bool) -> Node:
         """Return one expression; depth counts the nodes above it, in_exp says whether exp is one of them."""
@@ -243,12 +310,14 @@ class _Reader:
         """Return a name that was defined, or a free one with a part to play."""
         self.check_name(name)
         if name not in self.defined:
-            part = part_of(name)
+            part = part_in(name, self.cell)
             if part is None:
                 known = nearest(name, known_names())
                 raise Refused(f"expected a name with a meaning, got {name!r}{known}; {ALLOWED}")
             other = next((x for x, base in self.bases.items() if self.free[x] == part.kind and base != part.base), None)
             kind = "second state" if other is not None and part.kind == "state" else part.kind
+            if other is not None and kind in ("key", "value") and numbered_alike(name, self.bases[other]):
+                kind, other = f"other {kind}", None
             if other is not None and kind in ("key", "value", "query"):
                 raise Refused(f"expected one {kind}, got {other!r} and {name!r}; use one name")
             self.free.setdefault(name, kind)
@@ -317,4 +386,7 @@ OPERATORS: dict[type[ast.operator], str] = {
     ast.FloorDiv: "dot",
 }  # fmt: skip
 AXIS = {str(x): x for x in (-2, -1, 0, 1)}
-ALIASES = {"Diag": "diag", "identity": "eye", "inner": "dot", "vdot": "dot", "expit": "sigmoid", "l2norm": "normalize"}
+ALIASES = {
+    "Diag": "diag", "identity": "eye", "inner": "dot", "vdot": "dot", "expit": "sigmoid", "l2norm": "normalize",
+    "max": "maximum", "min": "minimum", "log_sigmoid": "logsigmoid",
+}  # fmt: skip

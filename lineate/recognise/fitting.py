@@ -39,7 +39,7 @@ def fit_row(rule: Rule, responses: Sequence[Response]) -> tuple[list[Gates], flo
         if gates is None:
             return None
         gates = {name: x.clamp(max=0) if name == "log_decay" else x for name, x in gates.items()}
-        largest = max(largest, difference(_from_op(rule, response, gates), response.new))
+        largest = max(largest, difference(from_op(rule, response, gates), response.new))
         found.append(gates)
     return (found, largest) if largest < TOLERANCE else None
 
@@ -69,7 +69,7 @@ def formulas(found: Sequence[Gates], responses: Sequence[Response]) -> tuple[tup
 def _letters(name: str) -> str:
     """Return the dimensions of a gate after those of heads, in the largest of its shapes: "", "k", "v" or "k v"."""
     field = next(x for x in Inputs.FIELDS if x.name == name)
-    return max((shape.removeprefix("b t hv").strip() for shape in field.shapes), key=len)
+    return max((x.removeprefix("b t hv").strip() for x in field.shapes if x.startswith("b t hv")), key=len)
 
 
 def _sizes(rule: Rule, K: int, V: int) -> dict[str, tuple[int, ...]] | None:
@@ -151,9 +151,11 @@ def _least_squares(misfit: Misfit, x: Tensor) -> Tensor:
     return x
 
 
-def _from_op(rule: Rule, response: Response, gates: Gates) -> Tensor:
-    """Return the memory after one token of lineate's op, with its checks."""
-    k, v = (x[None, None, None] for x in (response.token.k, response.token.v))  # b t h k
-    given = {name: x[None, None, None] for name, x in gates.items()}
-    inputs = Inputs(q=k, k=k, v=v, state=response.S[None, None]).replace(**given)
+def from_op(rule: Rule, response: Response, gates: Gates) -> Tensor:
+    """Return the memory after one token of lineate's op, with its checks; k and v are [k] and [v], or of n writes."""
+    k, v = response.token.k, response.token.v
+    k, v = (x[None, None] if x.dim() == 3 else x[None, None, None] for x in (k, v))  # b t h k
+    given = {name: x[None, None] if k.dim() == 5 and x.dim() == 2 else x[None, None, None] for name, x in gates.items()}
+    q = response.token.q[None, None, None]
+    inputs = Inputs(q=q, k=k, v=v, state=response.S[None, None]).replace(**given)
     return attend(rule, inputs, Request(form="recurrent", backend="torch")).state[0, 0]

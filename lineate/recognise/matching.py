@@ -1,24 +1,23 @@
 """Finds the row or the relative that a measured rule is."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from lineate.recognise.fitting import fit_row, formulas
+from lineate.recognise.cases import case_of
+from lineate.recognise.match import Match, Measured, measure
 from lineate.recognise.measuring import (
     TOLERANCE,
     Coefficients,
     Response,
-    coefficients,
     difference,
     pattern,
-    reduced,
-    written_as,
 )
+from lineate.recognise.other_rows import row_by_op, several_writes
 from lineate.recognise.rules import (
+    COMPUTED,
+    SLIPS,
     Row,
     Update,
     accumulate,
@@ -27,7 +26,6 @@ from lineate.recognise.rules import (
     correct,
     decay_after_erase,
     oja_per_unit,
-    other_rows,
     read_by_columns,
     row_of,
     run_tokens,
@@ -39,102 +37,25 @@ STRENGTHS = {accumulate: ("one", "number", "key", "value"), correct: ("one", "nu
 """Allowed shapes of the strength of a row's write; a rule that accumulates has it folded into k and v."""
 
 
-@dataclass(frozen=True)
-class Match:
-    """The match of a rule."""
+def find_match(
+    responses: Sequence[Response], other_keys: Sequence[str] = (), other_values: Sequence[str] = ()
+) -> Match | None:
+    """Return the row that matches the responses, else the relative, else None; half of the keys must have length 1.
 
-    row: Row | None
-    relative: str | None
-    """A key of RELATIVES; one of row and relative is None."""
-    keys: str
-    """For which keys: "any", "unit", or "normalised" if the rule divides k by its length itself."""
-    difference: float
-    """The largest relative difference from the row, or from the relative's formula, over all draws."""
-    decay: str | None = None
-    """The decay as a formula of the gates; None if it is not a simple one."""
-    write: str | None = None
-    """The strength of the write as a formula of the gates."""
-    decay_shape: str = "one"
-    """The shape of the decay: "one", "number", "key", "value" or "both"."""
-    write_shape: str = "one"
-    """The shape of the strength of the write, in the same words."""
-    corrects: bool = True
-    """Whether the memory is compared with the value before it is written."""
-    gates: tuple[tuple[str, str | None, str], ...] = ()
-    """Of a row that was found by its op: the name, the formula and the shape of each of its gates."""
-
-    @property
-    def meant_decay(self) -> str | None:
-        """Return the probably intended decay: g where a penalty without 1/2 leaves 2 g - 1."""
-        if self.decay is None or self.relative != "penalty-without-half":
-            return self.decay
-        return self.decay.removeprefix("2 * ").removesuffix(" - 1").replace("1 - 2 * ", "1 - ")
+    Args:
+        responses: The measured responses.
+        other_keys: Names of other keys of their tokens.
+        other_values: Names of other values; there are as many as other keys if a token writes several times.
+    """
+    found = several_writes(responses, other_keys, other_values) or _find(responses)
+    if found is None:
+        return None
+    case = case_of(found.row, found.decay, found.decay_shape, found.write, responses) if found.row is not None else None
+    return found if case is None else replace(found, case=case)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Responses of several tokens and their coefficients, with patterns and formulas over all of them."""
-
-    responses: tuple[Response, ...]
-    found: tuple[Coefficients, ...]
-    keys: str
-
-    @cached_property
-    def decays(self) -> list[Tensor]:
-        """Return the decay of each token, [k, v]."""
-        return [x.decay for x in self.found]
-
-    @cached_property
-    def writes(self) -> list[Tensor]:
-        """Return the strength of each token's write, [k, v]."""
-        return [x.write for x in self.found]
-
-    @cached_property
-    def decay(self) -> str | None:
-        """Return the decay as a formula of the gates."""
-        return self.formula(self.decays)
-
-    @cached_property
-    def write(self) -> str | None:
-        """Return the strength of the write as a formula of the gates."""
-        return self.formula(self.writes)
-
-    @cached_property
-    def decay_shape(self) -> str:
-        """Return the shape of the decay."""
-        return pattern(self.decays)
-
-    @cached_property
-    def write_shape(self) -> str:
-        """Return the shape of the strength of the write."""
-        return pattern(self.writes)
-
-    @cached_property
-    def negative(self) -> bool:
-        """Whether every write has the wrong sign."""
-        return all(x.max() < 0 for x in self.writes)
-
-    def fits(self, update: Update) -> float:
-        """Return the largest difference of an update from the measured responses."""
-        pairs = zip(self.responses, self.found, strict=True)
-        return max(difference(update(r.S, r.token.k, r.token.v, c.decay, c.write), r.new) for r, c in pairs)
-
-    def formula(self, arrays: Sequence[Tensor]) -> str | None:
-        """Return arrays [k, v], one for each token, as a formula of the gates."""
-        kind = pattern(arrays)
-        return written_as([reduced(x, kind) for x in arrays], [r.token for r in self.responses])
-
-    def match(self, row: Row | None, relative: str | None, update: Update, largest: float | None = None) -> Match:
-        """Return a match with the formulas and shapes of this measurement."""
-        return Match(
-            row, relative, self.keys, self.fits(update) if largest is None else largest,
-            self.decay, self.write, self.decay_shape, self.write_shape,
-            update not in (accumulate, oja_per_unit),
-        )  # fmt: skip
-
-
-def find_match(responses: Sequence[Response]) -> Match | None:
-    """Return the row that matches the responses, else the relative, else None; half of the keys must have length 1."""
+def _find(responses: Sequence[Response]) -> Match | None:
+    """Return the row or the relative with one write a token."""
     scopes = {
         "any": responses,
         "normalised": [r.normalised() for r in responses],
@@ -151,20 +72,17 @@ def find_match(responses: Sequence[Response]) -> Match | None:
     if rows:  # a row whose strength is no simple formula, not even of the normalised keys
         return rows[0]
     for keys, some in scopes.items():
-        if (by_op := _by_op(some, keys)) is not None:
+        x = next((x for x in measured if x.keys == keys), None)
+        relative = None if x is None else _relative(x)
+        if relative is not None and relative.relative in SLIPS:
+            computed = row_by_op(some, keys, x) if relative.relative in COMPUTED else None
+            return replace(relative, computed=computed)
+        if (by_op := row_by_op(some, keys, x)) is not None:
             return by_op
     for x in measured:
         if (found := _relative(x)) is not None:
             return found
     return _other(responses)
-
-
-def measure(responses: Sequence[Response], keys: str) -> Measured | None:
-    """Return the coefficients of all responses; None if one has none."""
-    found = [coefficients(r) for r in responses]
-    if any(x is None for x in found):
-        return None
-    return Measured(tuple(responses), tuple(x for x in found if x is not None), keys)
 
 
 def _row(x: Measured) -> Match | None:
@@ -178,15 +96,6 @@ def _row(x: Measured) -> Match | None:
             continue
         row = row_of(update is correct, x.decay_shape)
         return x.match(row, None, update, max(_from_op(row, r, c) for r, c in zip(x.responses, x.found, strict=True)))
-    return None
-
-
-def _by_op(responses: Sequence[Response], keys: str) -> Match | None:
-    """Return the row, other than the five of the equation, whose op has these responses for some gates."""
-    for row in other_rows():
-        if (fitted := fit_row(row.rule, responses)) is not None:
-            gates, largest = fitted
-            return Match(row, None, keys, largest, corrects=row.rule.corrects, gates=formulas(gates, responses))
     return None
 
 

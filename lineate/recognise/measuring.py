@@ -10,6 +10,7 @@ so that three small arrays describe them completely. The row of the equation wit
 erase[y, x, x'] = beta a_x', write = beta.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -159,7 +160,7 @@ def written_as(values: Sequence[Tensor], tokens: Sequence[Token]) -> str | None:
     if all(x.dim() == 0 and abs(x - values[0]) < TOLERANCE for x in values):
         return f"{round(values[0].item(), 9) + 0.0:.6g}"  # never -0
     for text, names, formula in known_formulas(list(tokens[0].gates)):
-        if all(_equal(_made(formula, names, token), value) for token, value in zip(tokens, values, strict=True)):
+        if all(_equal(formula_of(formula, names, token), value) for token, value in zip(tokens, values, strict=True)):
             return text
     return None
 
@@ -167,7 +168,7 @@ def written_as(values: Sequence[Tensor], tokens: Sequence[Token]) -> str | None:
 def formula_value(text: str, token: Token) -> Tensor:
     """Return the value of a formula of `written_as` for a token."""
     for known, names, formula in known_formulas(list(token.gates)):
-        if known == text and (made := _made(formula, names, token)) is not None:
+        if known == text and (made := formula_of(formula, names, token)) is not None:
             return made
     return torch.tensor(float(text), dtype=torch.float64)
 
@@ -180,12 +181,30 @@ def known_formulas(gates: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...],
         yield from ((text.format(x=one, y=two), (one, two), formula) for text, formula in TWO_GATES.items())
 
 
-def _made(formula: Formula, names: Sequence[str], token: Token) -> Tensor | None:
-    """Return the value of a formula; None if its gates are vectors of different lengths."""
+def formula_of(formula: Formula, names: Sequence[str], token: Token) -> Tensor | None:
+    """Return the value of a known formula for a token; None if its gates are vectors of different lengths."""
     gates = [token.gates[name] for name in names]
     if len({x.shape for x in gates if x.dim()}) > 1:
         return None
     return formula(token.k.square().sum(), *gates)
+
+
+def logarithm(formula: str | None) -> str | None:
+    """Return the formula of the logarithm of a decay."""
+    if formula is None:
+        return None
+    inner = formula.removeprefix("exp(").removesuffix(")")
+    return inner if formula == f"exp({inner})" else f"log({formula})"
+
+
+TERM = r"(?:[\w.]+|\w+\([^()]*(?:\([^()]*\)[^()]*)*\))"
+"""One name, number or call."""
+
+
+def bracketed(text: str, products: bool = False) -> str:
+    """Return a formula as a factor, in brackets unless it is one name, number or call, or a product of some."""
+    simple = re.fullmatch(rf"{TERM}(?: \* {TERM})*" if products else TERM, text) is not None
+    return text if simple else f"({text})"
 
 
 def _equal(x: Tensor | None, y: Tensor) -> bool:
@@ -197,6 +216,7 @@ ONE_GATE: dict[str, Formula] = {
     "{x}": lambda kk, x: x,
     "exp({x})": lambda kk, x: x.exp(),
     "exp(-{x})": lambda kk, x: (-x).exp(),
+    "exp(-exp({x}))": lambda kk, x: (-x.exp()).exp(),
     "1 - {x}": lambda kk, x: 1 - x,
     "sigmoid({x})": lambda kk, x: x.sigmoid(),
     "1 - sigmoid({x})": lambda kk, x: 1 - x.sigmoid(),
@@ -224,6 +244,8 @@ TWO_GATES: dict[str, Formula] = {
     "{x} * (1 - {y})": lambda kk, x, y: x * (1 - y),
     "1 - {x} * (1 - {y})": lambda kk, x, y: 1 - x * (1 - y),
     "1 - 2 * {x} * (1 - {y})": lambda kk, x, y: 1 - 2 * x * (1 - y),
+    "{x} * sigmoid({y})": lambda kk, x, y: x * y.sigmoid(),
+    "sigmoid({x}) * sigmoid({y})": lambda kk, x, y: x.sigmoid() * y.sigmoid(),
     "{x} / ({y} + k @ k)": lambda kk, x, y: x / (y + kk),
 }
 """Formulas of two gates."""

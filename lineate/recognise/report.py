@@ -1,12 +1,15 @@
 """The output of `lineate check`: sentences and two tables, or JSON."""
 
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
+from lineate.recognise.cases import CASES
 from lineate.recognise.compare import Finding
 from lineate.recognise.distance import MIDDLE, SLOW, STEPS
 from lineate.recognise.evaluation import LAYOUTS
-from lineate.recognise.matching import Match
+from lineate.recognise.match import Match
+from lineate.recognise.measuring import logarithm
 from lineate.recognise.remedy import with_key
 from lineate.recognise.rules import RELATIVES, ROWS, Row
 
@@ -24,6 +27,7 @@ SHAPES = {
     "key": "one per key channel",
     "value": "one per value channel",
     "both": "one per entry of S",
+    "write": "one number per head and write",
 }
 KEYS = {
     "any": "of any length",
@@ -37,15 +41,23 @@ def headline(finding: Finding) -> str:
     if finding.match is None:
         return "None of lineate's rows, and none of the relatives it knows"
     if finding.match.row is not None:
-        return finding.match.row.name
-    assert finding.relative is not None
-    return f"None of lineate's rows: {finding.relative.name}"
+        return _title(finding.match)
+    rows = "None of lineate's rows" if finding.match.computed is None else "Not one of the five rows"
+    return f"{rows}: {_title(finding.match)}"
+
+
+def _title(match: Match) -> str:
+    """Return the name of a row, with that of the published rule that is a case of it, or the name of a relative."""
+    if match.row is None:
+        return RELATIVES[str(match.relative)].name
+    return match.row.name if match.case is None else f"{CASES[match.case].name}, a case of {match.row.name}"
 
 
 def facts(finding: Finding) -> list[tuple[str, str]]:
     """Return the facts below the headline, each with its name."""
     match, reading, relative = finding.match, finding.reading, finding.relative
-    found = [] if relative is None else [("what it does", relative.what)]
+    told = relative or finding.case
+    found = [] if told is None else [("what it does", told.what)]
     if reading is not None:
         found.append(("layout", f"S is {reading.layout}; k and v are {_vectors(reading.vectors)}"))
     found += [(name, _role(finding, name, role)) for name, role in finding.roles.items()]
@@ -64,6 +76,9 @@ def facts(finding: Finding) -> list[tuple[str, str]]:
         found.append(("difference", f"{match.difference:.1e} at most, relative, from {of} in float64"))
     if match is not None and match.row is not None:
         found.append(("lineate", call(finding, match, match.row)))
+    if match is not None and match.computed is not None and match.computed.row is not None:
+        computed = f"{match.computed.row.name} computes it: {call(finding, match.computed, match.computed.row)}"
+        found.append(("lineate", computed))
     return found
 
 
@@ -71,13 +86,15 @@ def call(finding: Finding, match: Match, row: Row) -> str:
     """Return lineate's call for a rule, with the gates of the expression."""
     if match.gates:
         given = [f"{name} = {_formula(finding, formula)}" for name, formula, _ in match.gates]
+        given += [_operand(finding, x) for x in match.operands]
         return _with(row.call, [*given, *_of_reading(finding, match)])
     given = []
     if row.rule.decays != ("none",):
         formula = _formula(finding, match.decay)
-        inner = formula.removeprefix("exp(").removesuffix(")")
-        given.append(f"log_decay = {inner if formula == f'exp({inner})' else f'log({formula})'}")
-    if match.write is None and not row.rule.corrects:
+        given.append(f"log_decay = {logarithm(formula)}")
+    if match.case == "hgrn2":
+        given.append(f"k = 1 - {_formula(finding, match.decay)}")
+    elif match.write is None and not row.rule.corrects:
         given.append(f"the computed {'key as k' if match.write_shape == 'key' else 'value as v'}")
     elif match.write != "1" or row.rule.corrects:
         write = _formula(finding, match.write)
@@ -90,6 +107,9 @@ def _of_reading(finding: Finding, match: Match) -> list[str]:
     found = ["normalize_qk=True"] if match.keys == "normalised" else []
     if finding.reading is not None and finding.reading.layout != LAYOUTS[0]:
         found.append("its state is the transpose of S")
+    carried = () if finding.reading is None else finding.reading.carried
+    if "normaliser" in [kind for _, kind in carried] and match.divides:
+        found.insert(0, "normalize=True")
     return found
 
 
@@ -101,11 +121,10 @@ def closing(finding: Finding) -> list[str]:
     """Return the sentences at the end: notes, other readings, and what to change."""
     found = list(finding.notes)
     for other in finding.others:
-        what = other.match.row.name if other.match.row is not None else RELATIVES[str(other.match.relative)].name
+        what = _title(other.match)
         found.append(f"If {other.gate} is a vector, one number per {other.per} channel, it is: {what}.")
     if finding.remedy is not None:
-        change = finding.relative.change if finding.relative is not None else "change it"
-        found.append(f"What to change: {change}. {finding.remedy_name} in these names:")
+        found.append(f"What to change: {finding.change}. {finding.remedy_name} in these names:")
         found.append(f"    {finding.remedy}")
     return found
 
@@ -147,8 +166,10 @@ def as_json(finding: Finding) -> dict[str, Any]:
         "rule": None if row is None else row.rule.name,
         "relative": None if match is None else match.relative,
         "name": headline(finding),
-        "what": None if relative is None else relative.what,
+        "case": None if match is None else match.case,
+        "what": None if (told := relative or finding.case) is None else told.what,
         "call": None if row is None or match is None else call(finding, match, row),
+        "computed_by": _computed_by(finding),
         "layout": None if reading is None else reading.layout,
         "vectors": None if reading is None else reading.vectors,
         "square_only": reading is not None and reading.square,
@@ -166,7 +187,7 @@ def as_json(finding: Finding) -> dict[str, Any]:
             x.rule: {str(n): y if math.isfinite(y) else None for n, y in zip(STEPS, x.after, strict=True)}
             for x in finding.distances
         },
-        "change": None if relative is None else relative.change or None,
+        "change": finding.change or None,
         "remedy": finding.remedy,
         "remedy_name": finding.remedy_name,
         "other_readings": [
@@ -177,6 +198,12 @@ def as_json(finding: Finding) -> dict[str, Any]:
     }
 
 
+def _computed_by(finding: Finding) -> str | None:
+    """Return the call of the row that computes a relative, if there is one."""
+    computed = None if finding.match is None else finding.match.computed
+    return None if computed is None or computed.row is None else call(finding, computed, computed.row)
+
+
 def _vectors(form: str) -> str:
     return {"flat": "vectors with one axis", "column": "columns", "row": "rows"}[form]
 
@@ -184,6 +211,14 @@ def _vectors(form: str) -> str:
 def _role(finding: Finding, name: str, role: str) -> str:
     shape = dict(finding.reading.gates).get(name) if finding.reading is not None else None
     return role if shape in (None, "number") else f"{role}, a vector: {SHAPES[str(shape)]}"
+
+
+def _operand(finding: Finding, text: str) -> str:
+    """Return "k = ..." or "v = ..." with the names of the expression to the right of =."""
+    operand, _, formula = text.partition(" = ")
+    value = (finding.program.names("value") or ["v"])[0]
+    text = re.sub(r"\bv\b", value, _formula(finding, formula))
+    return f"{operand} = {text}"
 
 
 def _formula(finding: Finding, formula: str | None) -> str:

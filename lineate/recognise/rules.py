@@ -51,24 +51,37 @@ ROWS = (
 """The five rows of the equation. They are found from their decay, erase and write."""
 
 
-OTHER_ROWS: tuple[Row, ...] = ()
-"""Descriptions of other rules of lineate.rule.RULES, for those that need more words than their names."""
+GATED_DELTA_2, LOW_RANK, PRODUCT = "gated_delta_rule_2", "diagonal_plus_low_rank", "gated_delta_product"
+GENERAL = (GATED_DELTA_2, LOW_RANK, PRODUCT)
+"""Rules that are found from their erase (general.py) or their writes (several.py), without fitting their gates."""
+
+
+OTHER_ROWS = {
+    GATED_DELTA_2: (
+        "Gated DeltaNet-2",
+        "decay in [0, 1], 0 <= sum of erase_x k_x^2 <= 2 keeps the eigenvalue of the erase in [-1, 1]; its norm may "
+        "exceed 1 where erase differs between key channels",
+    ),
+    PRODUCT: ("Gated DeltaProduct", "decay in [0, 1], 0 <= beta |k|^2 <= 2 for each write"),
+    LOW_RANK: (
+        "diagonal plus low rank",
+        "decay in [0, 1], 0 <= direction . probe <= 2 keeps the eigenvalue of the erase in [-1, 1]; its norm may "
+        "exceed 1 where direction and probe differ",
+    ),
+}
+"""Names and stable ranges of other rules of lineate.rule.RULES; the others are called by the names of their ops."""
 
 
 def other_rows() -> tuple[Row, ...]:
     """Return a row for each other rule of lineate.rule.RULES; they are found by their ops."""
-    described = {row.rule: row for row in OTHER_ROWS}
     five = [row.rule for row in ROWS]
-    return tuple(
-        described.get(rule) or _undescribed(rule)
-        for rule in equation.RULES
-        if rule not in five and not rule.writes  # the fitted step of one key and one value has one write
-    )
+    return tuple(_other_row(rule) for rule in equation.RULES if rule not in five)
 
 
-def _undescribed(rule: Rule) -> Row:
+def _other_row(rule: Rule) -> Row:
+    name, stable = OTHER_ROWS.get(rule.name, (rule.name.replace("_", " "), ""))
     arguments = ", ".join(("q", "k", "v", *rule.gates))
-    return Row(rule, rule.name.replace("_", " "), f"lineate.{rule.name}({arguments})")
+    return Row(rule, name, f"lineate.{rule.name}({arguments})", stable)
 
 
 def row_of(corrects: bool, decay: str) -> Row:
@@ -198,7 +211,7 @@ RELATIVES = {
     "beta-per-value-channel": Relative(
         "one write strength per value channel",
         "Each value channel has its own beta; the rows of the table have one per head. The ops of the correcting rules "
-        "take such a beta (b t hv v) with form='recurrent' alone.",
+        "take such a beta (b t hv v).",
         "decay in [0, 1], 0 <= beta_y |k|^2 <= 2 in every value channel",
         "use one beta per head",
     ),
@@ -306,3 +319,11 @@ RELATIVES = {
     ),
 }
 """Rules that are no row, by their names in --json."""
+
+COMPUTED = ("undecayed-read", "decayed-write", "decay-after-erase")
+"""Relatives that a row computes with other gates."""
+SLIPS = (
+    *COMPUTED, "sign-of-the-step", "sign-of-the-read", "sign-of-the-value", "penalty-without-half", "growing",
+    "negative-decay", "nothing-written", "other-write", "value-channel-decay", "decay-per-entry", "oja-per-unit",
+)  # fmt: skip
+"""Relatives that are named even where a row computes them: they usually are errors in writing one of the five rows."""

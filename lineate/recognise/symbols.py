@@ -7,14 +7,20 @@ from dataclasses import dataclass
 STATES = ("S", "M", "W", "H", "h", "state", "memory", "recurrent_state", "last_recurrent_state")
 """Names of the memory; each may have one of the endings below."""
 STATE_ENDINGS = ("_prev", "_old", "_last", "_new", "_next")
-KEYS, VALUES, QUERIES = ("k", "key", "B"), ("v", "value", "x"), ("q", "query", "C")
-"""Names of the three vectors; B, x and C are Mamba-2's."""
+CELL = "C"
+"""The memory in mLSTM's notation, where an expression assigns it; the query of Mamba-2 elsewhere."""
+KEYS, VALUES, QUERIES = ("k", "key", "B"), ("v", "value", "x"), ("q", "query", "C", "r")
+"""Names of the three vectors; B, x and C are Mamba-2's, r is RWKV's."""
+OTHER_KEYS = ("kk", "kappa", "k_hat", "p", "probe", "direction")
+"""Names of another vector over the key channels: RWKV-7's removal key, Comba's probe, the two of the general row."""
 DECAYS = (
     "a", "alpha", "g", "gamma", "lam", "decay", "w", "f", "forget", "log_decay", "A", "A_log", "dt", "dt_bias", "wd",
-    "weight_decay",
+    "weight_decay", "forget_gate",
 )  # fmt: skip
 """Names that usually belong to forgetting. Which part a gate plays is measured, not taken from its name."""
-RATES = ("b", "beta", "eta", "lr", "mu", "theta", "rate", "i", "eps")
+RATES = (
+    "b", "beta", "eta", "lr", "mu", "theta", "rate", "i", "eps", "d", "erase", "write", "input_gate",
+)  # fmt: skip
 """Names that usually belong to writing."""
 SECOND_STATES = ("m", "mom", "momentum", "velocity", "vel", "z", "n", "P")
 """Names of a second state: momentum, sums of keys, covariances."""
@@ -29,6 +35,7 @@ LETTERS = {
     "\N{GREEK SMALL LETTER GAMMA}": "gamma",
     "\N{GREEK SMALL LETTER LAMDA}": "lam",
     "\N{GREEK SMALL LETTER ETA}": "eta",
+    "\N{GREEK SMALL LETTER KAPPA}": "kappa",
     "\N{GREEK SMALL LETTER MU}": "mu",
     "\N{MICRO SIGN}": "mu",
     "\N{GREEK SMALL LETTER THETA}": "theta",
@@ -67,7 +74,7 @@ class Part:
     """The part that a free name plays."""
 
     kind: str
-    """"state", "second state", "key", "value", "query" or "gate"."""
+    """"state", "second state", "key", "value", "query", "other key", "other value" or "gate"."""
     base: str
     """The name without an ending such as _prev: names of one memory have one base."""
 
@@ -77,16 +84,33 @@ def part_of(name: str) -> Part | None:
     base = name
     for ending in STATE_ENDINGS:
         base = base.removesuffix(ending)
-    kinds = {"state": STATES, "key": KEYS, "value": VALUES, "query": QUERIES, "gate": DECAYS + RATES}
+    kinds = {
+        "state": STATES, "key": KEYS, "value": VALUES, "query": QUERIES, "other key": OTHER_KEYS,
+        "gate": DECAYS + RATES,
+    }  # fmt: skip
     for kind, names in kinds.items():
         if name in names or (kind == "state" and base in names):
             return Part(kind, base)
-    return Part("second state", base) if base in SECOND_STATES else None
+    if base in SECOND_STATES:
+        return Part("second state", base)
+    numbered = NUMBERED.fullmatch(name)
+    part = None if numbered is None else part_of(numbered[1])
+    return Part(part.kind, name) if part is not None and part.kind in ("key", "value", "gate") else None
+
+
+def numbered_alike(name: str, other: str) -> bool:
+    """Whether two names are one name with different numbers, as k1 and k2."""
+    one, two = NUMBERED.fullmatch(name), NUMBERED.fullmatch(other)
+    return one is not None and two is not None and one[1] == two[1]
+
+
+NUMBERED = re.compile(r"([A-Za-z]\w*?)_?([1-9])")
+"""A name with a number: one of the writes of a token, as in Gated DeltaProduct."""
 
 
 def known_names() -> tuple[str, ...]:
     """Return every name that needs no definition, for messages."""
-    return STATES + KEYS + VALUES + QUERIES + DECAYS + RATES + ("I",)
+    return STATES + KEYS + VALUES + QUERIES + OTHER_KEYS + DECAYS + RATES + ("I",)
 
 
 SUBSCRIPT = re.compile(
@@ -96,16 +120,22 @@ SUBSCRIPT = re.compile(
 """The number of a token, as in S_t, S_{t-1}, S[t-1]: names mean the last value they were given, so it is left out."""
 
 
+DIGITS = ("ZERO", "ONE", "TWO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", "EIGHT", "NINE")
+
+
 def plain(text: str) -> str:
     """Return an expression in ASCII: S_{t-1}^T is S.T, a Greek alpha is alpha; other characters are refused."""
     for operator, instead in (("%", "outer(x, y)"), ("//", "/"), ("\\", "one statement a line")):
         if operator in text:
             raise Refused(f"expected + - * / @ ** between values, got {operator!r}; write {instead}")
+    text = re.sub(r"_\{\s*t\s*,\s*([1-9])\s*\}", r"\1", text)
     text = SUBSCRIPT.sub("", text)
+    for digit in range(1, 10):
+        text = text.replace(unicodedata.lookup(f"SUBSCRIPT {DIGITS[digit]}"), str(digit))
     text = re.sub(r"\^\s*(?:T\b|\{T\}|\N{DOWN TACK})", ".T", text)
     text = re.sub(r"\blambda\b(?!\s*[\w\s,*]*:)", "lam", text).replace(":=", "=")
     for letter, name in LETTERS.items():
-        text = re.sub(rf"{letter}(?!\w)", name, text)
+        text = re.sub(rf"{letter}(?![^\W\d])", name, text)
     for sign, code in SIGNS.items():
         text = text.replace(sign, code)
     for c in text:

@@ -22,47 +22,46 @@ ROOT = Path(__file__).parents[2]
 # file: text of the library, text of the recipe
 RECIPE = {
     "rule.py": {
-        "RULES = (LINEAR,": 'ERASE_WRITE = Rule(\n    "erase_write", corrects=True, decays=("head", "channel"), '
-        'gates=("log_decay", "erase", "write")\n)\nRULES = (ERASE_WRITE, LINEAR,',
+        "RULES = (*ONE_KEY_RULES,": 'KEEP_WRITE = Rule(\n    "keep_write", corrects=True, decays=("head", "channel"), '
+        'gates=("log_decay", "keep", "put")\n)\nRULES = (KEEP_WRITE, *ONE_KEY_RULES,',
         "beta: Tensor | None, corrects: bool\n": "beta: Tensor | None, corrects: bool,\n    "
-        "erase: Tensor | None = None, write: Tensor | None = None\n",
-        "error = v - read(forgotten, k) if corrects else v": "error = v if write is None else write * v\n"
-        "    if corrects:\n        error = error - read(forgotten, k if erase is None else erase * k)",
+        "keep: Tensor | None = None, put: Tensor | None = None\n",
+        "error = v - read(forgotten, k) if corrects else v": "error = v if put is None else put * v\n"
+        "    if corrects:\n        error = error - (1 if keep is None else 1 - keep) * read(forgotten, k)",
     },
     "call.py": {
-        "    state: Tensor | None = field(": '    erase: Tensor | None = field(default=None, metadata=_is("gate", '
-        '"b t hv k"))\n    write: Tensor | None = field(default=None, metadata=_is("gate", "b t hv v"))\n'
+        "    state: Tensor | None = field(": '    keep: Tensor | None = field(default=None, metadata=_is("gate", '
+        '"b t hv v"))\n    put: Tensor | None = field(default=None, metadata=_is("gate", "b t hv v"))\n'
         "    state: Tensor | None = field(",
-        "        beta: Tensor | None = None,\n": "        beta: Tensor | None = None,\n"
-        "        erase: Tensor | None = None,\n        write: Tensor | None = None,\n",
-        '"beta": beta, "state"': '"beta": beta, "erase": erase, "write": write, "state"',
+        "        direction: Tensor | None = None,\n": "        direction: Tensor | None = None,\n"
+        "        keep: Tensor | None = None,\n        put: Tensor | None = None,\n",
+        '"direction": direction, "state"': '"direction": direction, "keep": keep, "put": put, "state"',
     },
     "forms/recurrent.py": {
-        'READS = ("q", "k", "v",': 'READS = ("q", "k", "v", "erase", "write",',
+        'READS = ("q", "k", "v",': 'READS = ("q", "k", "v", "keep", "put",',
         "beta_i, options.corrects)": "beta_i, options.corrects, *more(i))",
         "    outputs = []\n": "    def more(i):\n"
-        "        return [None if x is None else x[:, i].to(dtype) for x in (inputs.erase, inputs.write)]\n\n"
+        "        return [None if x is None else x[:, i].to(dtype) for x in (inputs.keep, inputs.put)]\n\n"
         "    outputs = []\n",
     },
 }
 
 # expression, gates per key channel, gates per value channel: row, formulas of its gates
 FOUND = {
-    ("S = a * S; S = S + outer(k, w * v - S.T @ (b * k))", "b", "w"): (
-        "erase_write", {"log_decay": "log(a)", "erase": "b", "write": "w"},
+    ("S = a * S; S = S + outer(k, w * v - (1 - b) * (S.T @ k))", "", "bw"): (
+        "keep_write", {"log_decay": "log(a)", "keep": "b", "put": "w"},
     ),
-    ("M = exp(g) * M; M = M + outer(sigmoid(w) * v - M @ (2 * b * k), k)", "b", "w"): (
-        "erase_write", {"log_decay": "g", "erase": "2 * b", "write": "sigmoid(w)"},
+    ("M = exp(g) * M; M = M + outer(sigmoid(w) * v - b * (M @ k), k)", "", "bw"): (
+        "keep_write", {"log_decay": "g", "keep": "1 - b", "put": "sigmoid(w)"},
     ),
-    ("S = diag(a) @ S; S = S + outer(k, w * v - b * (S.T @ k))", "", ""): (
-        "erase_write", {"log_decay": "log(a)", "erase": "b", "write": "w"},
+    ("S = diag(a) @ S; S = S + outer(k, v - b * (S.T @ k))", "", "b"): (
+        "keep_write", {"log_decay": "log(a)", "keep": "1 - b", "put": "1"},
     ),
-    ("S = S + outer(k, v - S.T @ (b * k))", "b", ""): ("erase_write", {"log_decay": "0", "erase": "b", "write": "1"}),
     ("S = a * S; S = S + b * outer(k, v - S.T @ k)", "", ""): ("gated_delta_rule", {}),
-    ("S = a * S + outer(k, w * v - S.T @ (b * k))", "b", "w"): (  # the read is not decayed, so the erase is larger
-        "erase_write", {"log_decay": "log(a)", "erase": "b / a", "write": "w"},
+    ("S = a * S; S = S + outer(k, w * v - S.T @ (b * k))", "b", "w"): (  # a row that has no need of the new one
+        "gated_delta_rule_2", {"log_decay": "log(a)", "erase": "b", "write": "w"},
     ),
-    ("S = a * S; S = S + outer(b * k, w * v - S.T @ k)", "b", "w"): (None, {}),  # the strength is on the other side
+    ("S = a * S; S = S + outer(b * k, w * v) - outer(k, w * (S.T @ k))", "b", "w"): (None, {}),  # two directions
 }  # fmt: skip
 
 PROGRAM = """
@@ -102,9 +101,9 @@ def test_a_rule_that_the_recipe_adds_is_found(changed):
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     for (asked, (row, gates)), answer in zip(FOUND.items(), answers, strict=True):
         assert (answer["rule"], answer["row_gates"]) == (row, gates), asked
-        if row == "erase_write":
-            assert answer["name"] == "erase write" and answer["largest_difference"] < TOLERANCE
-            assert answer["call"].startswith("lineate.erase_write(q, k, v, log_decay, erase, write) with log_decay = ")
+        if row == "keep_write":
+            assert answer["name"] == "keep write" and answer["largest_difference"] < TOLERANCE
+            assert answer["call"].startswith("lineate.keep_write(q, k, v, log_decay, keep, put) with log_decay = ")
 
 
 def test_a_row_whose_gates_the_recurrent_form_does_not_read_is_left_out(monkeypatch):

@@ -142,15 +142,16 @@ class PlanBuilder:
         linear = self.config.linear
         assert linear is not None
         keys, values, size = linear.heads * linear.key_dim, linear.value_heads * linear.value_dim, linear.conv_size
+        n = linear.writes if self.config.letters[layer] == "U" else 1
         target, whole = f"layers.{layer}.mixer.conv.weight", f"{source}.conv1d.weight"
         three = [f"{source}.{part}_conv1d.weight" for part in "qkv"]
         if whole in self.shapes or not any(name in self.shapes for name in three):
-            channels = 2 * keys + values
+            channels = (1 + n) * keys + n * values
             self.copy(target, whole, (channels, 1, size), (channels, size))
             return
-        wanted = [(keys, 1, size), (keys, 1, size), (values, 1, size)]
+        wanted = [(keys, 1, size), (n * keys, 1, size), (n * values, 1, size)]
         shapes = [self.shapes.get(name, shape) for name, shape in zip(three, wanted, strict=True)]
-        fits = sum(shape[0] for shape in shapes) == 2 * keys + values
+        fits = sum(shape[0] for shape in shapes) == (1 + n) * keys + n * values
         if not (fits and all(shape[1:] in ((1, size), (size,)) for shape in shapes)):
             shapes = [self.shape(name, shape, (shape[0], size)) for name, shape in zip(three, wanted, strict=True)]
         self.stack(target, [Part(name, shape) for name, shape in zip(three, shapes, strict=True)])

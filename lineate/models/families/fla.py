@@ -21,6 +21,7 @@ from lineate.models.files.loading import LoadingPlan, Piece
 
 LETTERS = {
     "gated_deltanet": "G", "kda": "K", "delta_net": "D", "gla": "R", "hgrn2": "H", "retnet": "O", "linear_attn": "L",
+    "gated_deltaproduct": "U",
 }  # fmt: skip
 GLA_RANK, FEED_MULTIPLE, HGRN2_EPS, RETNET_THETA = 16, 256, 1e-5, 10000.0
 """Values of its layers that its config.json does not name; HGRN2's output norm does not read norm_eps."""
@@ -115,6 +116,23 @@ def _headed(v: Values, hidden: int, eps: float) -> LinearConfig:
         gate_lower_bound=bound,
         norm_eps=eps,
         gate_activation="sigmoid" if kda else "silu" if v.flag("use_gate", default=True) else "none",
+    )
+
+
+def _product(v: Values, hidden: int, eps: float) -> LinearConfig:
+    """Return the sizes of gated_deltaproduct, which has several keys and values a token."""
+    heads, dim = v.number("num_heads", default=6), v.number("head_dim", default=256)
+    return LinearConfig(
+        heads=heads,
+        value_heads=v.number("num_v_heads", default=heads),
+        key_dim=dim,
+        value_dim=_whole(v, dim, "expand_v", 2.0),
+        conv_size=_convolution(v, True),
+        beta_scale=2.0 if v.flag("allow_neg_eigval", default=False) else 1.0,
+        norm_eps=eps,
+        gate_activation="silu" if v.flag("use_output_gate", default=True) else "none",
+        writes=v.number("num_householder", default=1),
+        forgets=v.flag("use_forget_gate", default=False),
     )
 
 
@@ -229,7 +247,7 @@ def _linear_attn(v: Values, hidden: int, eps: float) -> LinearConfig:
 
 _SIZES = {
     "gated_deltanet": _headed, "kda": _headed, "delta_net": _expanded, "gla": _expanded, "hgrn2": _hgrn2,
-    "retnet": _retnet, "linear_attn": _linear_attn,
+    "retnet": _retnet, "linear_attn": _linear_attn, "gated_deltaproduct": _product,
 }  # fmt: skip
 
 
@@ -262,16 +280,18 @@ def _take_rule(builder: PlanBuilder, i: int, source: str) -> None:
     x, hidden, letter = config.linear, config.hidden_size, config.letters[i]
     assert x is not None
     keys, values, hv = x.heads * x.key_dim, x.value_heads * x.value_dim, x.value_heads
-    rows = {"q_proj": keys, "f_proj": keys, "i_proj": values} if letter == "H" else {"q_proj": keys, "k_proj": keys}
+    n = x.writes if letter == "U" else 1
+    rows = {"q_proj": keys, "f_proj": keys, "i_proj": values}
     if letter != "H":
-        rows["v_proj"] = values
+        rows = {"q_proj": keys, "k_proj": n * keys, "v_proj": n * values}
     if letter == "R":
         rows["gk_proj.0"] = GLA_RANK
     if letter == "K":
         rows |= {"f_proj.0": x.value_dim, "g_proj.0": x.value_dim}
     elif x.gate_activation != "none":
         rows["g_proj"] = values
-    rows |= {"D": {"b_proj": hv}, "G": {"b_proj": hv, "a_proj": hv}, "K": {"b_proj": hv}}.get(letter, {})
+    rows |= {"b_proj": n * hv} if letter in "DGKU" else {}
+    rows |= {"a_proj": hv} if letter == "G" or (letter == "U" and x.forgets) else {}
     parts = [Part(f"{source}.{name}.weight", (count, hidden)) for name, count in rows.items()]
     builder.stack(f"{target}.in_proj.weight", parts)
     if x.conv_size:
@@ -283,7 +303,7 @@ def _take_rule(builder: PlanBuilder, i: int, source: str) -> None:
         builder.copy(f"{target}.decay_proj.weight", f"{source}.f_proj.1.weight", (hv * x.key_dim, x.value_dim))
         builder.copy(f"{target}.gate_proj.weight", f"{source}.g_proj.1.weight", (values, x.value_dim))
         builder.copy(f"{target}.gate_proj.bias", f"{source}.g_proj.1.bias", (values,))
-    if letter in "GK":
+    if letter in "GK" or (letter == "U" and x.forgets):
         builder.delta(i, source, source, "o_norm", "o_proj")
         return
     norm = builder.first(*(f"{source}.{name}.weight" for name in _NORMS[letter]))
@@ -303,8 +323,8 @@ def _take_rule(builder: PlanBuilder, i: int, source: str) -> None:
 
 
 _NORMS = {
-    "D": ("o_norm",), "R": ("g_norm_swish_gate", "g_norm"), "O": ("g_norm_swish_gate", "g_norm"), "H": ("g_norm",),
-    "L": ("norm",),
+    "U": ("o_norm",), "D": ("o_norm",), "R": ("g_norm_swish_gate", "g_norm"), "O": ("g_norm_swish_gate", "g_norm"),
+    "H": ("g_norm",), "L": ("norm",),
 }  # fmt: skip
 """The names of the output norm; GLA's and RetNet's depends on whether there is an output gate."""
 
