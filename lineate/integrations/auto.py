@@ -64,6 +64,7 @@ class LineateConfig(PreTrainedConfig):  # type: ignore[misc]
     pattern: str = "GGGA"
     linear: dict[str, Any] | None = None
     mamba: dict[str, Any] | None = None
+    rwkv: dict[str, Any] | None = None
     memory: dict[str, Any] | None = None
     attention: dict[str, Any] | None = None
     latent: dict[str, Any] | None = None
@@ -71,9 +72,11 @@ class LineateConfig(PreTrainedConfig):  # type: ignore[misc]
     experts: dict[str, Any] | None = None
     dense_layers: tuple[int, ...] = ()
     mixer_only: tuple[int, ...] = ()
+    norm: str = "rms"
     norm_eps: float = 1e-6
     zero_centred_norm: bool = False
     norm_after: str = ""
+    embedding_norm: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0

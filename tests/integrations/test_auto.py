@@ -24,6 +24,7 @@ from lineate.models import (  # noqa: E402
     LatentConfig,
     LinearConfig,
     MemoryConfig,
+    RwkvConfig,
 )
 
 VOCAB = 61
@@ -42,6 +43,11 @@ CONFIGS = {
     "DRL": HybridConfig(
         vocab_size=VOCAB, hidden_size=32, n_layers=3, pattern="DRL", linear=LinearConfig(2, 2, 8, 8),
         feed=FeedConfig(40), pad_token_id=0, initializer_range=0.3,
+    ),
+    "VVG": HybridConfig(
+        vocab_size=VOCAB, hidden_size=32, n_layers=3, pattern="VVG", linear=LinearConfig(2, 2, 8, 8), norm="layer",
+        rwkv=RwkvConfig(2, 8, value_dim=6, decay_rank=4, rate_rank=4, value_rank=4, gate_rank=4), embedding_norm=True,
+        feed=FeedConfig(40, "channel_mix"), pad_token_id=0, initializer_range=0.3,
     ),
 }  # fmt: skip
 

@@ -254,6 +254,18 @@ def test_every_parameter_is_trained(recompute):
                                rtol=1e-5, atol=1e-7)  # fmt: skip
 
 
+@pytest.mark.cover
+def test_the_model_is_compiled_in_one_graph():
+    """What the layers hand on does not break the graph, and has gradients there."""
+    model, ids = made(small(), torch.float32), ids_of(12, 31)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    loss = compiled(ids, labels=ids).loss
+    torch.testing.assert_close(loss, model(ids, labels=ids).loss)
+    weight = model.layers[0].mixer.v_proj.weight
+    (found,) = torch.autograd.grad(loss, weight)
+    torch.testing.assert_close(found, torch.autograd.grad(model(ids, labels=ids).loss, weight)[0])
+
+
 def test_plans_equal_what_is_allocated_and_counted():
     """The first layer, which mixes no values, has fewer weights and operations than the others."""
     from torch.utils.flop_counter import FlopCounterMode
