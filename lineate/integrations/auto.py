@@ -366,7 +366,8 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         if self.gradient_checkpointing and self.training:
             blocks = [partial(self._gradient_checkpointing_func, block) for block in blocks]
         ends = Ends(self.embed, self.norm, self.head)
-        parts = SimpleNamespace(layers=blocks, norm=self.norm, ends=ends, _steps=self._steps)
+        carries = any(getattr(block, "carries", False) for block in self.layers)
+        parts = SimpleNamespace(layers=blocks, norm=self.norm, ends=ends, carries=carries, _steps=self._steps)
         return HybridLM.hidden(cast(HybridLM, parts), x, state, cu_seqlens)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -390,6 +391,9 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
                 init.zeros_(module.bias)
         elif isinstance(module, layers.RMSNorm | layers.GatedRMSNorm):
             init.constant_(module.weight, 0.0 if getattr(module, "zero_centred", False) else 1.0)
+        elif isinstance(module, layers.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
         elif isinstance(module, layers.ShortConvolution):
             module.reset_parameters()
         elif isinstance(module, layers.MixtureOfExperts):
@@ -411,12 +415,12 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         This serves mixers of any class, also those whose reset_parameters would overwrite loaded tensors.
         """
         config = self.config.hybrid
-        for letter, block in zip(config.letters, self.layers, strict=True):
+        for layer, (letter, block) in enumerate(zip(config.letters, self.layers, strict=True)):
             own = _tensors(cast(nn.Module, block.mixer))
             if all(x.is_meta or getattr(x, "_is_hf_initialized", False) for x in own.values()):
                 continue
             with torch.device("cpu"):
-                new = _tensors(drawn_mixer(config, letter))
+                new = _tensors(drawn_mixer(config, letter, layer))
             for name in own.keys() & new.keys():
                 init.copy_(own[name], new[name])
 

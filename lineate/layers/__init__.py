@@ -25,9 +25,11 @@ from lineate.layers.linear import (
 )
 from lineate.layers.mamba2 import Mamba2
 from lineate.layers.mixer import LinearMixer
-from lineate.layers.norm import GatedRMSNorm, RMSNorm
+from lineate.layers.norm import GatedRMSNorm, LayerNorm, RMSNorm
 from lineate.layers.registry import Look, MixerKind, ModelSizes, Operations, kind_of, kinds, register
-from lineate.layers.state import LayerState, Memory, TensorSpec, TokenCache
+from lineate.layers.rwkv.channel_mix import ChannelMix
+from lineate.layers.rwkv.time_mix import RWKV7
+from lineate.layers.state import Carried, LayerState, Memory, TensorSpec, TokenCache
 from lineate.layers.titans import Titans
 from lineate.layers.ttt import TTTMLP, TTTLinear
 from lineate.layers.variants.delta_product import GatedDeltaProduct
@@ -45,6 +47,7 @@ __all__ = [
     "GatedDeltaNet2",
     "GatedDeltaProduct",
     "Mamba2",
+    "RWKV7",
     "HGRN2",
     "Retention",
     "RotaryRetention",
@@ -57,13 +60,16 @@ __all__ = [
     "LatentAttention",
     "SwiGLU",
     "SquaredReLU",
+    "ChannelMix",
     "MixtureOfExperts",
     "ShortConvolution",
     "short_convolution",
     "RMSNorm",
     "GatedRMSNorm",
+    "LayerNorm",
     "LayerState",
     "Memory",
+    "Carried",
     "TokenCache",
     "TensorSpec",
     "MixerKind",

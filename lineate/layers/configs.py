@@ -137,6 +137,55 @@ class MambaConfig:
         return f"{self.heads} heads of {self.head_dim}, {states}, convolution over {self.conv_size} tokens"
 
 
+def rwkv_rank(hidden_size: int, factor: float) -> int:
+    """Return factor * sqrt(hidden_size), rounded to a multiple of 32 that is at least 32."""
+    return max(32, round(factor * math.sqrt(hidden_size) / 32) * 32)
+
+
+@dataclass(frozen=True)
+class RwkvConfig:
+    """The sizes of RWKV-7 (V).
+
+    Args:
+        heads: heads, of queries, keys and values.
+        head_dim: channels of a key.
+        value_dim: channels of a value; None is head_dim.
+        decay_rank: width of the low-rank projection to the decay per channel.
+        rate_rank: width of the low-rank projection to the learning rate per channel.
+        value_rank: width of the low-rank projection that mixes values with those of the first layer; 0: the layer is
+            the first one. (The first layer with the letter V gets 0 by itself.)
+        gate_rank: width of the low-rank projection to the output gate.
+        norm_eps: epsilon of the output norm.
+    """
+
+    heads: int
+    head_dim: int
+    value_dim: int | None = None
+    decay_rank: int = 64
+    rate_rank: int = 64
+    value_rank: int = field(default=32, metadata={"least": 0})
+    gate_rank: int = 128
+    norm_eps: float = 64e-5
+
+    @staticmethod
+    def of_width(hidden_size: int, heads: int, head_dim: int) -> "RwkvConfig":
+        """Return the sizes with the ranks that the authors take for a number of channels.
+
+        Args:
+            hidden_size: channels of the residual stream.
+            heads: heads.
+            head_dim: channels of a key.
+        """
+        decay, value, gate = (rwkv_rank(hidden_size, factor) for factor in (2.5, 1.7, 5.0))
+        return RwkvConfig(heads, head_dim, decay_rank=decay, rate_rank=decay, value_rank=value, gate_rank=gate)
+
+    def describe(self) -> str:
+        """Return the sizes in words."""
+        values = "" if self.value_dim is None else f", values of {self.value_dim}"
+        ranks = f"decay {self.decay_rank}, rate {self.rate_rank}, value {self.value_rank}, gate {self.gate_rank}"
+        return f"{self.heads} heads of {self.head_dim}{values}, ranks: {ranks}"
+
+
 @dataclass(frozen=True)
 class MemoryConfig:
     """The sizes of the mixers whose memory learns while it reads (T, P, N, C, E).

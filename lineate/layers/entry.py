@@ -11,15 +11,15 @@ from lineate.layers.state import LayerState, Memory, TensorSpec, TokenCache
 from lineate.parallel.context.segments import Bounds, Segment, check_splits
 from lineate.torch_ops.tracing import recorded
 
-PROJECTED = ("conv", "keys", "values", "latent")
-"""Tensors of a state that have the dtype of in_proj's result, which autocast may lower."""
+PROJECTED = ("conv", "shift", "keys", "values", "latent")
+"""Tensors of a state that have the dtype of in_proj's input or result, which autocast may lower."""
 
 
 class Mixer(Protocol):
     """The parts of a mixer that the checks read."""
 
-    in_proj: nn.Linear
-
+    @property
+    def in_proj(self) -> nn.Linear: ...
     @property
     def state_spec(self) -> tuple[TensorSpec, ...]: ...
 

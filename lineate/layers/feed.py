@@ -11,6 +11,7 @@ from lineate import checks
 from lineate.layers.gpu import coded, kernel_weight, kernels_for, uncoded
 from lineate.layers.norm import RMSNorm
 from lineate.layers.projection import is_bare, project
+from lineate.layers.rwkv.channel_mix import ChannelMix
 from lineate.native import experts as experts_in_c
 from lineate.native import layers as native
 from lineate.native.low_precision_matmul import has_separate_rows, linear, matmul
@@ -80,12 +81,15 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 KINDS = ("swiglu", "relu2")
-"""The feed-forwards: SwiGLU and SquaredReLU."""
+"""The feed-forwards that experts may be, too: SwiGLU and SquaredReLU."""
+DENSE_KINDS = (*KINDS, "channel_mix")
+"""All dense feed-forwards; ChannelMix has a state."""
 
 
 def make_feed(kind: str, hidden_size: int, size: int) -> nn.Module:
-    """Make a dense feed-forward of one of the KINDS."""
-    return SwiGLU(hidden_size, size) if kind == "swiglu" else SquaredReLU(hidden_size, size)
+    """Make a dense feed-forward of one of the DENSE_KINDS."""
+    makers = {"swiglu": SwiGLU, "relu2": SquaredReLU, "channel_mix": ChannelMix}
+    return makers[kind](hidden_size, size)
 
 
 def glu(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""RMSNorm, plain or zero-centred, and RMSNorm with an output gate."""
+"""RMSNorm, plain or zero-centred, RMSNorm with an output gate, and LayerNorm with a bias."""
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,34 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}" + ", zero_centred=True" * self.zero_centred
+
+
+class LayerNorm(nn.Module):
+    """(x - mean x) / sqrt(var x + eps) * weight + bias over the last dimension, in float32.
+
+    Args:
+        size: channels.
+        eps: added to the variance.
+    """
+
+    def __init__(self, size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size))
+        self.eps = eps
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x; in the dtype of x."""
+        dtype = compute_dtype(x.dtype)
+        return F.layer_norm(x.to(dtype), x.shape[-1:], self.weight.to(dtype), self.bias.to(dtype), self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
 class GatedRMSNorm(nn.Module):

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from lineate.call import Inputs
-from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, MambaConfig, MemoryConfig
+from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, MambaConfig, MemoryConfig, RwkvConfig
 from lineate.layers.step.spec import StepSpec
 from lineate.parallel.tensor.shards import Shard
 from lineate.rule import RULES
@@ -32,6 +32,7 @@ ORDER = "LRDGKSTPNCEAM"
 SECTIONS: dict[str, type[Any]] = {
     "linear": LinearConfig,
     "mamba": MambaConfig,
+    "rwkv": RwkvConfig,
     "memory": MemoryConfig,
     "attention": AttentionConfig,
     "latent": LatentConfig,
@@ -110,6 +111,8 @@ class MixerKind:
         rule: the row of lineate.rule.RULES that it runs, such as "gated_delta_rule"; None: that of its name, if any.
         shard: how its heads are shared out among the ranks of tensor parallelism; None: they cannot be.
         step: what one token of it computes, for the decoding steps in C and in few launches; None: they call it.
+        first: config -> that of a model's first layer with this letter, if the first hands something on to the others:
+            their forward then has a fourth parameter, a lineate.layers.state.Carried; None: all layers are equal.
     """
 
     letter: str
@@ -128,6 +131,7 @@ class MixerKind:
     rule: str | None = None
     shard: Shard | None = None
     step: StepSpec | None = None
+    first: Callable[[Any], Any] | None = None
 
     @property
     def word(self) -> str:
@@ -271,6 +275,8 @@ def _check_parts(kind: MixerKind) -> None:
         raise TypeError(f"shard must be Shard(divide, cuts) or None, got {kind.shard!r}; None: it has no ranks")
     if kind.step is not None and not isinstance(kind.step, StepSpec):
         raise TypeError(f"step must be StepSpec(...) or None, got {kind.step!r}; None: decoding calls the mixer")
+    if kind.first is not None and not callable(kind.first):
+        raise TypeError(f"first must be a function of (config) or None, got {kind.first!r}; None: all layers are equal")
     if not isinstance(kind.look, Look):
         raise TypeError(f'look must be a Look, got {kind.look!r}; give Look(color="#0072B2")')
     if not isinstance(kind.cache, str):

@@ -121,6 +121,19 @@ class _Buffer:
             return True
 
 
+@dataclass
+class Carried:
+    """Tensors that the layers of one call hand on to later layers in addition to the residual stream.
+
+    A model makes one for each call, which its layers fill and read; it is not a part of the state.
+
+    Args:
+        first_value: `b t width`, the values of the first layer of RWKV-7; None before that layer has run.
+    """
+
+    first_value: Tensor | None = None
+
+
 class TokenCache:
     """Tensors `rows n ...` with one entry a token: row r has the first `lengths[r]` entries; the rest is never read.
 
@@ -457,6 +470,8 @@ register_tree(Memory, _memory_leaves, _memory_of, lambda state: (*state.names, "
 register_tree(TokenCache, _cache_leaves, _cache_of, lambda state: (*state.names, "lengths"))
 
 LayerState = Memory | TokenCache
+INPUTS = ("conv", "shift", "feed_shift")
+"""Names of tensors that are the last inputs of a short convolution or of a token shift."""
 torch.serialization.add_safe_globals([Memory, TokenCache, _Buffer])  # so that torch.load accepts a saved state
 
 

@@ -13,7 +13,7 @@ shortened, so a trail knows the memory after every token:
 Rejected tokens leave nothing behind, even if they were not finite.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Protocol
@@ -75,14 +75,31 @@ def trail(mixer: nn.Module, x: Tensor, state: LayerState, keep: str = "auto") ->
     state = Memory(state.tensors, seeds=state.seeds)  # nothing may be overwritten before the tokens are chosen
     if isinstance(mixer, LinearMixer) and type(mixer).forward is LinearMixer.forward and runs_own_forward(mixer):
         return _linear(mixer, x, state, keep)
+    return trail_each(lambda token, before: mixer(x[:, token], before), x.shape[1], state)
+
+
+@torch.no_grad()
+def trail_each(
+    run: Callable[[slice, Memory], tuple[Tensor, LayerState]], t: int, state: LayerState
+) -> tuple[Tensor, Trail]:
+    """Run t tokens one by one, and return their outputs `b t hidden` and the states after each; without gradients.
+
+    Args:
+        run: runs one token, as a slice of all, from a state; returns `b 1 hidden` and the next state, a Memory.
+        t: how many tokens there are.
+        state: before the first; a Memory.
+    """
+    assert isinstance(state, Memory)
+    state = Memory(state.tensors, seeds=state.seeds)  # nothing may be overwritten before the tokens are chosen
     outputs, states = [], [state]
-    for i in range(x.shape[1]):
-        y, now = mixer(x[:, i : i + 1], states[-1])
+    for i in range(t):
+        y, now = run(slice(i, i + 1), states[-1])
+        assert isinstance(now, Memory)
         outputs.append(y)
         seeds = None if state.seeds is None else state.seeds + (i + 1)
         states.append(Memory(now.tensors, seeds=seeds))
     stored = {name: Stored([each[name] for each in states]) for name in state.names}
-    return torch.cat(outputs, 1), MemoryTrail(stored, x.shape[1])
+    return torch.cat(outputs, 1), MemoryTrail(stored, t)
 
 
 @dataclass(frozen=True)

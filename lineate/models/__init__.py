@@ -13,6 +13,7 @@ from lineate.models.config import (
     LinearConfig,
     MambaConfig,
     MemoryConfig,
+    RwkvConfig,
 )
 from lineate.models.hybrid import HybridLM, LMOutput
 from lineate.models.presets import PRESETS, preset
@@ -26,6 +27,7 @@ __all__ = [
     "LinearConfig",
     "MambaConfig",
     "MemoryConfig",
+    "RwkvConfig",
     "AttentionConfig",
     "LatentConfig",
     "FeedConfig",

@@ -8,6 +8,7 @@ A pattern is tiled over the layers, one letter a layer:
     R gated linear          G Gated DeltaNet    E least squares             M latent attention (MLA)
     T TTT-Linear            P TTT-MLP           N Titans                    C LaCT
     S Mamba-2               H HGRN2             O retention (RetNet, lightning attention)
+    V RWKV-7
 
 Letters that lineate.layers.register has added are allowed too; `mixers` has their sizes, under the name of the kind.
 """
@@ -18,9 +19,9 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass,
 from typing import Any, get_origin, get_type_hints
 
 from lineate.layers import kinds
-from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, MambaConfig, MemoryConfig
-from lineate.layers.feed import KINDS
-from lineate.layers.registry import MixerKind, letters
+from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, MambaConfig, MemoryConfig, RwkvConfig
+from lineate.layers.feed import DENSE_KINDS, KINDS
+from lineate.layers.registry import MixerKind, kind_of, letters
 from lineate.models.fields import MOST_CHANNELS, MOST_PIECES, alternatives, check_fields, check_product, show
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "LinearConfig",
     "MambaConfig",
     "MemoryConfig",
+    "RwkvConfig",
 ]
 
 
@@ -41,11 +43,12 @@ class FeedConfig:
 
     Args:
         size: hidden channels.
-        kind: "swiglu", down(silu(gate) * up), or "relu2", down(relu(up)^2).
+        kind: "swiglu", down(silu(gate) * up), "relu2", down(relu(up)^2), or "channel_mix", RWKV's: relu2 behind a token
+            shift, which adds the last token to the state of the layer.
     """
 
     size: int
-    kind: str = field(default="swiglu", metadata={"choices": KINDS})
+    kind: str = field(default="swiglu", metadata={"choices": DENSE_KINDS})
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ class HybridConfig:
         pattern: one letter a layer, tiled.
         linear: sizes of the mixers with a fixed-size memory; needed if the pattern has one.
         mamba: sizes of Mamba-2; needed if the pattern has it.
+        rwkv: sizes of RWKV-7; needed if the pattern has it.
         memory: sizes of the mixers whose memory learns; needed if the pattern has one.
         attention: sizes of softmax attention; needed if the pattern has it.
         latent: sizes of latent attention; needed if the pattern has it.
@@ -117,9 +121,11 @@ class HybridConfig:
         experts: sizes of the mixtures of experts; None: all layers are dense.
         dense_layers: layers that have a dense feed-forward although there are experts.
         mixer_only: layers that have a mixer and no feed-forward.
-        norm_eps: epsilon of the norms around the mixers and feed-forwards.
+        norm: of the mixers' and feed-forwards' inputs and of the head's: "rms", or "layer", LayerNorm with a bias.
+        norm_eps: epsilon of these norms.
         zero_centred_norm: whether RMSNorm multiplies by 1 + weight.
         norm_after: letters whose layers normalise their output, which is added to the residual, not their input.
+        embedding_norm: whether the embeddings of the tokens go through a norm of their own.
         embedding_scale: multiplies the embeddings of the tokens.
         residual_scale: multiplies the output of a mixer or a feed-forward that is added to the residual stream.
         logit_scale: multiplies the logits.
@@ -140,6 +146,7 @@ class HybridConfig:
     pattern: str = "GGGA"
     linear: LinearConfig | None = None
     mamba: MambaConfig | None = None
+    rwkv: RwkvConfig | None = None
     memory: MemoryConfig | None = None
     attention: AttentionConfig | None = None
     latent: LatentConfig | None = None
@@ -147,9 +154,11 @@ class HybridConfig:
     experts: ExpertsConfig | None = None
     dense_layers: tuple[int, ...] = ()
     mixer_only: tuple[int, ...] = ()
+    norm: str = field(default="rms", metadata={"choices": ("rms", "layer")})
     norm_eps: float = 1e-6
     zero_centred_norm: bool = False
     norm_after: str = ""
+    embedding_norm: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -194,6 +203,8 @@ class HybridConfig:
             raise ValueError("feed must be given, the size of the dense feed-forward, got None")
         if self.prediction and self.attention is None:
             raise ValueError("attention must be given for the block of prediction, got None")
+        self._check_norms()
+        self._check_shifts()
         given = {name: getattr(self, name) for name in _PARTS} | self.mixers
         for name, part in given.items():
             if part is not None:
@@ -223,6 +234,25 @@ class HybridConfig:
                 f"{kind.section} must be given for the letter {kind.letter!r} of pattern {show(self.pattern)}, got None"
             )
 
+    def _check_norms(self) -> None:
+        if self.norm == "layer" and (self.zero_centred_norm or self.logit_scale != 1):
+            raise ValueError(
+                "norm must be 'rms' with zero_centred_norm or a logit_scale, got 'layer'; leave them at their defaults"
+            )
+        if self.embedding_norm and self.embedding_scale != 1:
+            raise ValueError(f"embedding_scale must be 1 with embedding_norm, got {self.embedding_scale}")
+
+    def _check_shifts(self) -> None:
+        """Raise if a feed-forward with a state is in a layer whose mixer has a cache, which holds nothing else."""
+        for layer, letter in enumerate(self.letters):
+            shifts = self.has_dense(layer) and self.feed is not None and self.feed.kind == "channel_mix"
+            if shifts and kind_of(letter).grows:
+                raise ValueError(
+                    f"feed.kind must be 'swiglu' or 'relu2' in a layer of {kind_of(letter).label}, whose state is a "
+                    f"cache, got 'channel_mix' with {letter!r} in layer {layer}; choose another kind, or make these "
+                    "layers mixer_only"
+                )
+
     def mixer_kinds(self) -> list[MixerKind]:
         """Return the rows of the mixers that the layers have, in the registry's order."""
         return [kind for kind in kinds() if kind.letter in self.letters]
@@ -230,6 +260,18 @@ class HybridConfig:
     def part(self, kind: MixerKind) -> Any:
         """Return the configuration of a kind of mixer; None if there is none."""
         return self.mixers.get(kind.name) if kind.section is None else getattr(self, kind.section)
+
+    def part_of(self, layer: int) -> Any:
+        """Return the configuration of a layer's mixer, which may be another one in the first layer of its kind."""
+        letter = self.letters[layer]
+        kind = kind_of(letter)
+        part = self.part(kind)
+        return part if kind.first is None or letter in self.letters[:layer] else kind.first(part)
+
+    @property
+    def carries(self) -> bool:
+        """Whether layers hand something on to later ones in addition to the residual stream."""
+        return any(kind_of(letter).first is not None for letter in set(self.letters))
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's feed-forward is a mixture of experts."""
@@ -281,6 +323,7 @@ class HybridConfig:
 _PARTS: dict[str, type[Any]] = {
     "linear": LinearConfig,
     "mamba": MambaConfig,
+    "rwkv": RwkvConfig,
     "memory": MemoryConfig,
     "attention": AttentionConfig,
     "latent": LatentConfig,

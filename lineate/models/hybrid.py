@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.layers import LinearMixer, ShortConvolution, TensorSpec
+from lineate.layers import Carried, LinearMixer, ShortConvolution, TensorSpec
 from lineate.layers.formats import StateFormat, convert
 from lineate.layers.projection import project
 from lineate.models.block import Block, make_mixer
@@ -54,9 +54,9 @@ class LMOutput(NamedTuple):
     loss: Tensor | None
 
 
-def drawn_mixer(config: HybridConfig, letter: str) -> nn.Module:
-    """Make the mixer of a pattern's letter, with weights as in a new model."""
-    mixer = make_mixer(config, letter)
+def drawn_mixer(config: HybridConfig, letter: str, layer: int | None = None) -> nn.Module:
+    """Make the mixer of a pattern's letter, with weights as in a new model; layer: as in make_mixer."""
+    mixer = make_mixer(config, letter, layer)
     draw_weights(mixer, config.initializer_range)
     return mixer
 
@@ -145,7 +145,7 @@ class HybridLM(nn.Module):
     @property
     def state_spec(self) -> tuple[tuple[TensorSpec, ...], ...]:
         """Every layer's state: name, shape and dtype of its tensors, for one row."""
-        return tuple(block.mixer.state_spec for block in self.layers)  # type: ignore[union-attr, misc]
+        return tuple(block.state_specs for block in self.layers)  # type: ignore[misc]
 
     def state_nbytes(self, rows: int = 1, tokens: int = 0, state_dtype: str | torch.dtype | None = None) -> int:
         """Return the bytes of the state of `rows` rows after `tokens` tokens; see convert_state."""
@@ -233,6 +233,11 @@ class HybridLM(nn.Module):
         return None if stepped is None else LMOutput(stepped[0], ModelState(tuple(stepped[1]), state.lengths + 1), None)
 
     @property
+    def carries(self) -> bool:
+        """Whether layers hand something on to later ones in addition to the residual stream."""
+        return self.config.carries
+
+    @property
     def ends(self) -> Ends:
         """The modules around the blocks."""
         return Ends(self.embed, self.norm, self.head)
@@ -289,9 +294,9 @@ class HybridLM(nn.Module):
             stepped = self._steps.read(self.ends, self.layers, x, state.layers)
             if stepped is not None:
                 return self.norm(stepped[0]), ModelState(tuple(stepped[1]), state.lengths + 1)
-        new = []
+        new, carried = [], (Carried(),) if self.carries else ()
         for n, block in enumerate(self.layers):
-            x, layer = block(x, None if state is None else state.layers[n], cu_seqlens)
+            x, layer = block(x, None if state is None else state.layers[n], cu_seqlens, *carried)
             new.append(layer)
         seen = 0 if state is None else state.lengths
         if isinstance(cu_seqlens, Segment):
@@ -359,9 +364,9 @@ class HybridLM(nn.Module):
         check_state(state, self.layers, input_ids.shape[0])
         if self.context is not None:
             raise ValueError("model must not be under context parallelism to guess tokens; use a copy on one device")
-        x, trails = self.embed(input_ids), []
+        x, trails, carried = self.embed(input_ids), [], Carried() if self.carries else None
         for block, layer in zip(self.layers, state.layers, strict=True):
-            x, trailed = block.trail(x, layer, keep)  # type: ignore[operator]
+            x, trailed = block.trail(x, layer, keep, carried)  # type: ignore[operator]
             trails.append(trailed)
         x = self.norm(x)
         return TrailOutput(self.logits(x), ModelTrail(tuple(trails), state.lengths, *input_ids.shape), x)

@@ -10,6 +10,7 @@ from torch import nn
 
 from lineate.console.terminal import console
 from lineate.layers import MixtureOfExperts, kind_of
+from lineate.layers.state import INPUTS
 from lineate.models.config import HybridConfig
 from lineate.models.families import make_plan, other_family, present, quantised_format, read_config
 from lineate.models.files.loading import MismatchError, check_tensors
@@ -184,8 +185,8 @@ def rows(found: Description) -> list[tuple[str, str]]:
 
 
 def _ungated(kind: str) -> str:
-    """Return a remark on a feed-forward that has squared ReLU and no gate."""
-    return ", squared ReLU" if kind == "relu2" else ""
+    """Return a remark on a feed-forward without a gate."""
+    return {"relu2": ", squared ReLU", "channel_mix": ", squared ReLU behind a token shift"}.get(kind, "")
 
 
 def _sizes(part: Any) -> str:
@@ -198,8 +199,8 @@ def _sizes(part: Any) -> str:
 def _state_bytes(model: HybridLM) -> tuple[int, int, int]:
     """Return the bytes of the memories, of the convolutions, and what a token adds."""
     specs = [spec for layer in model.state_spec for spec in layer]
-    memory = sum(spec.nbytes() for spec in specs if "t" not in spec.shape and spec.name != "conv")
-    conv = sum(spec.nbytes() for spec in specs if spec.name == "conv")
+    memory = sum(spec.nbytes() for spec in specs if "t" not in spec.shape and spec.name not in INPUTS)
+    conv = sum(spec.nbytes() for spec in specs if spec.name in INPUTS)
     return memory, conv, sum(spec.nbytes(1) for spec in specs if "t" in spec.shape)
 
 

@@ -14,6 +14,7 @@ from lineate.models.config import (
     LinearConfig,
     MambaConfig,
     MemoryConfig,
+    RwkvConfig,
 )
 
 
@@ -28,6 +29,7 @@ def _sized(hidden: int, layers: int, heads: int, pattern: str, vocab_size: int) 
             heads, heads, dim, dim, gate_activation="sigmoid" if kimi else "silu", norm_eps=1e-5 if kimi else 1e-6
         ),
         mamba=MambaConfig(2 * heads, dim, dim),
+        rwkv=RwkvConfig.of_width(hidden, heads, dim),
         memory=MemoryConfig(heads, dim),
         attention=AttentionConfig(heads, max(1, heads // 4), dim, rotary_dim=dim // 2),
         latent=LatentConfig(heads, rank=max(64, hidden // 4), nope_dim=dim, rope_dim=dim // 2, value_dim=dim),

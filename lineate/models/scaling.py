@@ -1,9 +1,9 @@
-"""The ends of models that multiply embeddings and logits by constants (Granite); others have the plain modules."""
+"""The norms of a model, and its ends where embeddings are scaled (Granite) or normalised (RWKV)."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineate.layers import RMSNorm
+from lineate.layers import LayerNorm, RMSNorm
 from lineate.models.config import HybridConfig
 from lineate.rule import compute_dtype
 
@@ -45,16 +45,43 @@ class ScaledNorm(RMSNorm):
         return F.rms_norm(x.to(dtype), x.shape[-1:], weight, self.eps).to(x.dtype)
 
 
+class NormedEmbedding(nn.Embedding):
+    """An embedding whose vectors go through a norm.
+
+    Args:
+        count: tokens of the vocabulary.
+        size: channels.
+        norm: the norm.
+    """
+
+    def __init__(self, count: int, size: int, norm: nn.Module) -> None:
+        super().__init__(count, size)
+        self.norm = norm
+
+    def forward(self, input: Tensor) -> Tensor:
+        normed: Tensor = self.norm(super().forward(input))
+        return normed
+
+
+def make_norm(config: HybridConfig) -> RMSNorm | LayerNorm:
+    """Make a norm of a model's residual stream."""
+    if config.norm == "layer":
+        return LayerNorm(config.hidden_size, config.norm_eps)
+    return RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
+
+
 def make_embedding(config: HybridConfig) -> nn.Embedding:
     """Make the embedding of a model."""
+    if config.embedding_norm:
+        return NormedEmbedding(config.vocab_size, config.hidden_size, make_norm(config))
     if config.embedding_scale == 1:
         return nn.Embedding(config.vocab_size, config.hidden_size)
     return ScaledEmbedding(config.vocab_size, config.hidden_size, config.embedding_scale)
 
 
-def make_last_norm(config: HybridConfig) -> RMSNorm:
+def make_last_norm(config: HybridConfig) -> RMSNorm | LayerNorm:
     """Make the norm before the head."""
     size, eps, centred = config.hidden_size, config.norm_eps, config.zero_centred_norm
     if config.logit_scale == 1:
-        return RMSNorm(size, eps, zero_centred=centred)
+        return make_norm(config)
     return ScaledNorm(size, eps, config.logit_scale, zero_centred=centred)

@@ -31,7 +31,7 @@ class Saved:
 def saved_by(config: HybridConfig, layer: int, half: bool) -> Saved:
     """Return the kept bytes of one layer; half: under bfloat16 autocast."""
     kind, hidden, e = kind_of(config.letters[layer]), config.hidden_size, 2 if half else 4
-    part = config.part(kind)
+    part = config.part_of(layer)
     mixer = kept_bytes(kind, config, part, half) if kind.kept_bytes is None else kind.kept_bytes(part, half)
     # before the mixer: the residual, which the norm reads, and the norm's output; likewise before the feed-forward
     feed = 0 if layer in config.mixer_only else _feed(config, layer, e) + (4 + e) * hidden

@@ -52,11 +52,11 @@ class LayerFlops:
 
     def mixing(self, tokens: int, convention: str = "executed") -> int:
         """Return the operations between tokens, of the rule or the attention, on a whole sequence."""
-        return self._operations.mixing(self.config.part(self._kind), tokens, convention)
+        return self._operations.mixing(self.config.part_of(self.index), tokens, convention)
 
     def mixing_one(self, context: int, convention: str = "executed") -> int:
         """Return the same for one token after `tokens` others."""
-        return self._operations.mixing_one(self.config.part(self._kind), context, convention)
+        return self._operations.mixing_one(self.config.part_of(self.index), context, convention)
 
     @property
     def _kind(self) -> MixerKind:
@@ -108,7 +108,7 @@ def plan_flops(model: Model) -> FlopsPlan:
         model: The model to plan.
     """
     c = model.config
-    layers = tuple(LayerFlops(c, i, _projections(c, c.letters[i]), _feed(c, i)) for i in range(c.n_layers))
+    layers = tuple(LayerFlops(c, i, _projections(c, i), _feed(c, i)) for i in range(c.n_layers))
     return FlopsPlan(model, layers, 2 * c.hidden_size * c.vocab_size)
 
 
@@ -191,10 +191,9 @@ def _embedding_row(plan: MemoryPlan) -> int:
     return plan.embedding // plan.model.config.vocab_size
 
 
-def _projections(c: HybridConfig, letter: str) -> int:
-    """Return the operations per token of the products with weights in a mixer."""
-    kind = kind_of(letter)
-    return operations_of(kind, c).projections(c, c.part(kind))
+def _projections(c: HybridConfig, layer: int) -> int:
+    """Return the operations per token of the products with weights in a layer's mixer."""
+    return operations_of(kind_of(c.letters[layer]), c).projections(c, c.part_of(layer))
 
 
 def _feed(c: HybridConfig, layer: int) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lineate.layers import MixerKind, MixtureOfExperts, TensorSpec, kind_of
+from lineate.layers.state import INPUTS
 from lineate.models.config import HybridConfig
 from lineate.models.hybrid import HybridLM, empty_model
 from lineate.models.inspect import idle_parameters
@@ -43,7 +44,7 @@ class LayerMemory:
     computed: int
     """The same bytes while the layer computes, in float32."""
     conv: int
-    """Last inputs of the short convolution."""
+    """Last inputs of the short convolution, or of token shifts."""
     cache_per_token: int
     """Bytes by which the cache grows with each token; 0 where nothing grows."""
     cache: str
@@ -152,7 +153,7 @@ def plan_memory(
     for index, (block, specs) in enumerate(zip(empty.layers, empty.state_spec, strict=True)):
         kind = kind_of(model.config.letters[index])
         grows = [spec for spec in specs if "t" in spec.shape]
-        fixed = [spec for spec in specs if spec not in grows and spec.name != "conv"]
+        fixed = [spec for spec in specs if spec not in grows and spec.name not in INPUTS]
         layers.append(
             LayerMemory(
                 index=index,
@@ -164,7 +165,7 @@ def plan_memory(
                 else 0,
                 memory=sum(map(dtypes.nbytes, fixed)),
                 computed=sum(map(computed.nbytes, fixed)),
-                conv=sum(dtypes.nbytes(spec) for spec in specs if spec.name == "conv"),
+                conv=sum(dtypes.nbytes(spec) for spec in specs if spec.name in INPUTS),
                 cache_per_token=sum(dtypes.nbytes(spec, 1) for spec in grows),
                 cache=kind.cache,
             )
@@ -199,7 +200,7 @@ class _Dtypes:
     def nbytes(self, spec: TensorSpec, tokens: int = 0) -> int:
         """Return the bytes of one tensor of a model in bfloat16, were it in these dtypes; counters stay integers."""
         dtype = spec.dtype
-        if spec.name == "conv":
+        if spec.name in INPUTS:
             dtype = self.conv
         elif dtype == torch.bfloat16:
             dtype = self.cache

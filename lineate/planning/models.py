@@ -18,6 +18,7 @@ from lineate.models.config import (
     LinearConfig,
     MambaConfig,
     MemoryConfig,
+    RwkvConfig,
 )
 from lineate.models.families import FAMILIES, OWN, make_plan, other_family, read_config, what_it_lacks
 from lineate.models.families.gguf import open_gguf
@@ -260,6 +261,7 @@ def from_numbers(
         pattern=pattern, tie_embeddings=tie_embeddings,
         linear=LinearConfig(n_heads, n_heads, head_dim, head_dim, conv_size=conv_size),
         mamba=MambaConfig(2 * n_heads, head_dim, head_dim, conv_size=conv_size),
+        rwkv=RwkvConfig.of_width(emb_dim, n_heads, head_dim),
         memory=MemoryConfig(n_heads, head_dim, conv_size=conv_size),
         attention=AttentionConfig(n_heads, kv_heads, head_dim, rotary_dim=head_dim // 4 * 2),
         latent=LatentConfig(n_heads, max(64, emb_dim // 4), head_dim, head_dim // 2, head_dim),
@@ -327,6 +329,7 @@ def _complete(config: HybridConfig) -> HybridConfig:
         config,
         linear=config.linear or LinearConfig(heads, heads, dim, dim),
         mamba=config.mamba or MambaConfig(heads, dim, dim),
+        rwkv=config.rwkv or RwkvConfig.of_width(config.hidden_size, heads, dim),
         memory=config.memory or MemoryConfig(heads, dim),
         attention=config.attention or AttentionConfig(heads, heads, dim),
         latent=config.latent or LatentConfig(heads, max(64, config.hidden_size // 4), dim, dim // 2, dim),
@@ -341,6 +344,8 @@ def _heads(config: HybridConfig) -> tuple[int, int]:
         return config.linear.value_heads, config.linear.value_dim
     if config.mamba is not None:
         return config.mamba.heads, config.mamba.head_dim
+    if config.rwkv is not None:
+        return config.rwkv.heads, config.rwkv.head_dim
     if config.latent is not None:
         return config.latent.heads, config.latent.value_dim
     if config.memory is not None:

@@ -59,6 +59,8 @@ def _rank_config(config: HybridConfig, tensor: int) -> HybridConfig:
 def _check_context(config: HybridConfig, context: int) -> None:
     """Raise if a mixer cannot pass its memory from rank to rank."""
     try:
-        check_splits(*(block.mixer for block in empty_of(config).layers))
+        blocks = empty_of(config).layers
+        parts = [part for block in blocks for part in (block.mixer, block.feed) if hasattr(part, "state_spec")]
+        check_splits(*parts)
     except ValueError as error:
         raise ValueError(f"context must be 1 for this model, got {context}: {error}") from None

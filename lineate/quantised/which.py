@@ -1,10 +1,11 @@
 """Which weights of a model are quantised, in one list.
 
-    quantised       in_proj and out_proj of mixers, gate_up_proj, up_proj and down_proj of feed-forwards (shared experts
-                    too), experts_gate_up, experts_down, embed, head, and in_proj of the prediction head
+    quantised       in_proj (RWKV-7: q_proj, k_proj, v_proj) and out_proj of mixers, gate_up_proj, up_proj and
+                    down_proj of feed-forwards (shared experts too), experts_gate_up, experts_down, embed, head, and
+                    in_proj of the prediction head
     stay as is      convolutions, norms, biases, A_log, dt_bias, D; routers and the gates of shared experts; low-rank
-                    gates (decay_proj, gate_proj); up_proj of latent attention; the initial weights of memories that
-                    learn; and, for 8 and 4 bits, any weight whose columns are no multiple of 32
+                    gates (decay_proj, gate_proj, and all of RWKV-7's); up_proj of latent attention; the initial weights
+                    of memories that learn; and, for 8 and 4 bits, any weight whose columns are no multiple of 32
 
 What stays has few numbers, is exponentiated, decides which expert runs, or is read in another way than by a product.
 """
@@ -21,7 +22,7 @@ from lineate.quantised.rounding import TooLargeError, check_half
 from lineate.quantised.weight import QuantisedWeight
 
 MATRICES = re.compile(
-    r"(^|\.)(embed|head|mixer\.(in_proj|out_proj)|prediction\.in_proj|feed\.(shared\.)?(gate_up|up|down)_proj)\.weight$"
+    r"(^|\.)(embed|head|mixer\.(in_proj|[qkv]_proj|out_proj)|prediction\.in_proj|feed\.(shared\.)?(gate_up|up|down)_proj)\.weight$"
 )
 """Names of parameters `rows columns` that are quantised."""
 EXPERTS = re.compile(r"(^|\.)feed\.experts_(gate_up|down)$")

@@ -12,6 +12,7 @@ from lineate.models import (
     LinearConfig,
     MambaConfig,
     MemoryConfig,
+    RwkvConfig,
 )
 from lineate.rule import ONE_KEY_RULES
 
@@ -98,6 +99,7 @@ def make_config(rule: str, tokens: int, options: ModelOptions) -> HybridConfig:
             options.heads, options.heads, dim, dim, conv_size=options.conv, beta_scale=beta_scale
         ),
         mamba=MambaConfig(options.heads, dim, dim, conv_size=options.conv),
+        rwkv=RwkvConfig.of_width(options.width, options.heads, dim),
         memory=MemoryConfig(options.heads, dim, conv_size=options.conv),
         attention=AttentionConfig(options.heads, options.heads, dim, rotary_dim=dim // 2),
         latent=LatentConfig(

@@ -53,6 +53,31 @@ class Heads(NamedTuple):
         return tokens * 2 * (2 if self.corrects else 1) * self.values * self.key_dim * self.value_dim
 
 
+class GeneralHeads(NamedTuple):
+    """The sizes that the operations of a chunk of the general row depend on (forms/general_chunk.py)."""
+
+    values: int
+    key_dim: int
+    value_dim: int
+    writes: int
+    per_channel: bool
+    two_writers: bool
+    """Whether what is erased is not the key, so that it has scores of its own."""
+
+    def chunk(self, c: int) -> int:
+        """Return the operations of one chunk of c tokens."""
+        m, k, v, sides = self.writes * c, self.key_dim, self.value_dim, 1 + self.two_writers
+        blocks = ceil(c / _BLOCK)
+        scores = 2 * _BLOCK * _BLOCK * k * blocks * (blocks + 1) if self.per_channel else 2 * (c + m) * m * k
+        written = 2 * m * m * v if self.two_writers else 0  # M U
+        return self.values * (2 * (c + m) * k * v + sides * (scores + 2 * c * m * v + 2 * m * k * v) + written)
+
+    def chunkwise(self, tokens: int, size: int = CHUNK) -> int:
+        """Return the operations of a sequence in chunks of `size`."""
+        whole, rest = divmod(tokens, size)
+        return whole * self.chunk(size) + (self.chunk(rest) if rest else 0)
+
+
 def announce() -> None:
     """Register these formulas with torch's FLOP counters, both active ones and later ones.
 
@@ -101,6 +126,15 @@ def _chunkwise(given: dict[str, Any]) -> int:
     return sum(_heads(given).chunkwise(n, given.get("chunk_size", CHUNK)) for n in _lengths(given))
 
 
+def _general(given: dict[str, Any]) -> int:
+    q, k, v, log_decay = (given[name] for name in ("q", "k", "v", "log_decay"))
+    heads = GeneralHeads(
+        v.shape[-2], q.shape[3], v.shape[-1], k.shape[2] if row_of(given["rule"]).writes else 1,
+        log_decay is not None and log_decay.dim() == 4, given["direction"] is not None,
+    )  # fmt: skip
+    return sum(heads.chunkwise(n, given.get("chunk_size", CHUNK)) for n in _lengths(given))
+
+
 def _in_torch_chunks(given: dict[str, Any]) -> int:
     return _chunkwise({**given, "chunk_size": CHUNK})
 
@@ -116,6 +150,8 @@ def _twice(count: Callable[[dict[str, Any]], int]) -> Callable[[dict[str, Any]],
 _COUNTS: dict[str, Callable[[dict[str, Any]], int]] = {
     "chunkwise": _chunkwise,
     "chunkwise_backward": _twice(_chunkwise),
+    "chunkwise_general": _general,
+    "chunkwise_general_backward": _twice(_general),
     "chunkwise_native": _in_torch_chunks,
     "chunkwise_native_backward": _twice(_in_torch_chunks),
     "chunkwise_triton": _in_torch_chunks,

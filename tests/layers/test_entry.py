@@ -16,6 +16,7 @@ from lineate.models import (
     LinearConfig,
     MambaConfig,
     MemoryConfig,
+    RwkvConfig,
     preset,
 )
 from lineate.models.hybrid import make_mixer
@@ -37,6 +38,7 @@ def make(letter: str, heads: int = 2) -> nn.Module:
     config = HybridConfig(
         vocab_size=9, hidden_size=HIDDEN, n_layers=1, pattern=letter, linear=LinearConfig(heads, 2 * heads, 8, 6),
         mamba=MambaConfig(2 * heads, 6, 8),
+        rwkv=RwkvConfig(heads, 8, value_dim=6),
         memory=MemoryConfig(heads, 8, chunk=4), attention=AttentionConfig(2 * heads, heads, 8, rotary_dim=4),
         latent=LatentConfig(2, rank=5 * heads, nope_dim=6, rope_dim=4, value_dim=5), feed=FeedConfig(8),
     )  # fmt: skip

@@ -39,7 +39,8 @@ def check(program, layer, *inputs):
 @pytest.mark.parametrize("letter", [pytest.param(x, marks=[pytest.mark.slow] if x in "LPN" else []) for x in KINDS])
 def test_every_mixer_is_exported(letter):
     layer, x = mixer(letter), tokens(80)
-    shapes = None if letter in STATIC else {"x": {1: torch.export.Dim("t", min=64, max=4096)}}
+    least = 65 if letter == "V" else 64  # one chunk of the general row is another program than several
+    shapes = None if letter in STATIC else {"x": {1: torch.export.Dim("t", min=least, max=4096)}}
     program = torch.export.export(layer, (x,), dynamic_shapes=shapes).module()
     check(program, layer, x)
     check(program, layer, tokens(80, seed=2))

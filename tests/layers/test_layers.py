@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lineate.forms import sequences
 from lineate.layers import (
+    RWKV7,
     DeltaNet,
     GatedAttention,
     GatedDeltaNet,
@@ -42,6 +43,7 @@ MIXERS = {
     "mamba, norm first": lambda: Mamba2(
         HIDDEN, 4, head_dim=6, state_dim=8, conv_bias=False, gate_first=False, step_least=0.05, step_most=0.3
     ),
+    "rwkv": lambda: RWKV7(HIDDEN, 3, 8, value_dim=5, decay_rank=5, rate_rank=7, value_rank=0, gate_rank=4),
     "gated delta, bounded": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, gate_lower_bound=-5.0),
     "kimi, full rank": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, decay_rank=0, gate_rank=0),
     "kimi, a bias in the gate": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, gate_bias=True),

@@ -18,7 +18,7 @@ from lineate.layers import (
 )
 from lineate.layers.registry import letters
 from lineate.layers.trail import trail
-from lineate.models import HybridConfig, HybridLM, ModelState
+from lineate.models import FeedConfig, HybridConfig, HybridLM, ModelState
 from tests.support.odd_models import EXPERTS, odd
 
 T = 5
@@ -26,6 +26,7 @@ PATTERNS = {letter: odd(letter) for letter in letters()} | {
     "GGGA": odd("GGGA", experts=EXPERTS, dense_layers=(0,)),
     "KM, norm after": odd("KM", norm_after="M", zero_centred_norm=True),
     "LRDGKSTPNCEAM": odd("LRDGKSTPNCEAM", tie_embeddings=True),
+    "VGVV, channel mix": odd("VGVV", feed=FeedConfig(21, "channel_mix"), norm="layer", embedding_norm=True),
     "A, without positions": odd("A", attention=replace(odd("A").attention, rotary_dim=0, gated=False)),  # type: ignore[type-var]
     "G, no convolution": odd("G", linear=replace(odd("G").linear, conv_size=0)),  # type: ignore[type-var]
 }
@@ -141,7 +142,7 @@ def test_rounding_is_that_of_single_steps(pattern):
         assert error(row_tensors(after, row), wanted) < 2 * error(row_tensors(states[n], row), wanted) + 1e-5
 
 
-@pytest.mark.parametrize("letter", "LRDGKSTPNCE")
+@pytest.mark.parametrize("letter", "LRDGKSTPNCEV")
 def test_memories_have_the_bits_of_single_steps(letter):
     """A single layer is given the same inputs, and on a CPU the same kernels run token by token."""
     mixer = make(odd(letter), torch.float32).layers[0].mixer

@@ -82,6 +82,10 @@ NEMOTRON = FAMILY | {
     "hybrid_override_pattern": "M-M*EM", "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 4, "n_groups": 2,
     "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 8,
 }  # fmt: skip
+RWKV = {
+    "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 4, "head_dim": 8, "intermediate_size": 16,
+    "decay_low_rank_dim": 4, "a_low_rank_dim": 4, "v_low_rank_dim": 4, "gate_low_rank_dim": 4,
+}  # fmt: skip
 BASES = {
     "lineate": {"model_type": "lineate", **preset("tiny", vocab_size=32).to_dict()},
     "qwen3_next": {"model_type": "qwen3_next", **FAMILY},
@@ -93,6 +97,7 @@ BASES = {
     "bamba": {"model_type": "bamba", **GRANITE},
     "nemotron_h": {"model_type": "nemotron_h", **NEMOTRON},
     "bailing_hybrid": {"model_type": "bailing_hybrid", **KIMI},
+    "rwkv7": {"model_type": "rwkv7", **RWKV},
     "llama": {"model_type": "llama", **FAMILY},
 }
 
@@ -235,6 +240,13 @@ CASES = {
     "steps, many": (config("mamba2", time_step_limit=[0.1] * 10**5), "must have two numbers in time_step_limit"),
     "steps, digits": (config("mamba2", time_step_limit=[0, 10**30]), UNFIT),
     "Mamba-2 without tensors": (config("mamba2"), UNFIT),
+    "layers of RWKV-7": (config("rwkv7", num_hidden_layers=10**9), "num_hidden_layers must be at most 4,096"),
+    "heads of RWKV-7": (config("rwkv7", head_dim=0), "head_dim must be a whole number of at least 1, got 0"),
+    "ranks of RWKV-7": (config("rwkv7", gate_low_rank_dim=2**40), "gate_low_rank_dim must be at most 16,777,216"),
+    "words of RWKV-7": (config("rwkv7", v_low_rank_dim="8"), "must have a number in v_low_rank_dim, got '8'"),
+    "values of RWKV-7": (config("rwkv7", value_dim=[16] * 10**5), "must have the same value_dim in all 4 layers"),
+    "wide values of RWKV-7": (config("rwkv7", value_dim=[2**60] * 4), "value_dim must be at most 16,777,216"),
+    "RWKV-7 without tensors": (config("rwkv7"), UNFIT),
     "Granite without tensors": (config("granitemoehybrid"), UNFIT),
     "layers of Bamba": (config("bamba", attn_layer_indices=[10**30]), "number of attn_layer_indices must be at most"),
     "layers of Bamba, a word": (config("bamba", attn_layer_indices="3"), "attn_layer_indices must be a list of whole"),

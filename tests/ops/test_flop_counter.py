@@ -132,3 +132,46 @@ def test_a_counter_imported_after_lineate() -> None:
     done = fresh.run(LATE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(Heads(2, 2, 4, 4, False, False).chunkwise(70))] * 2
+
+
+GENERAL = {
+    "one writer, a decay a head": ("gated_delta_rule_2", False),
+    "one writer, a decay a channel": ("gated_delta_rule_2", True),
+    "two writers, a decay a head": ("diagonal_plus_low_rank", False),
+    "two writers, a decay a channel": ("diagonal_plus_low_rank", True),
+    "several writes": ("gated_delta_product", False),
+}
+
+
+@pytest.mark.parametrize("case", GENERAL)
+def test_the_general_row_is_counted_as_its_products(case: str) -> None:
+    """The op is counted as the products that its chunks run, which the counter sees without the op."""
+    from lineate.call import Inputs, Options
+    from lineate.forms import general_chunkwise
+    from lineate.rule import row_of
+    from lineate.torch_ops.chunk_op import empty_outputs
+
+    name, per_channel = GENERAL[case]
+    rule, n = row_of(name), 3 if name == "gated_delta_product" else 1
+    writes = (n,) if rule.writes else ()
+    tensors = {
+        "q": torch.randn(2, 70, 1, 8), "k": 0.3 * torch.randn(2, 70, *writes, 1, 8),
+        "v": torch.randn(2, 70, *writes, 2, 6),
+        "log_decay": -torch.rand(2, 70, 2, *((8,) if per_channel else ())), "state": torch.randn(2, 2, 8, 6),
+    }  # fmt: skip
+    if rule.writes:
+        tensors["beta"] = torch.rand(2, 70, n, 2)
+    elif name == "gated_delta_rule_2":
+        tensors |= {"erase": torch.rand(2, 70, 2, 8), "write": torch.rand(2, 70, 2, 6)}
+    else:
+        tensors |= {x: 0.3 * torch.randn(2, 70, 2, 8) for x in ("probe", "direction")}
+    given = {x: y for x, y in tensors.items() if x != "state"}
+    found = count(lambda: getattr(lineate, name)(**given, state=tensors["state"], form="chunkwise", chunk_size=32))
+    inputs = Inputs(**tensors)
+    options = Options(rule, 1.0, chunk_size=32)
+    one = inputs.replace(v=inputs.v[:, :, 0]) if rule.writes else inputs
+    outputs = empty_outputs(one, options, False)
+    in_place = {torch.ops.aten.baddbmm_: lambda total, x, y, **_: 2 * x[0] * x[1] * x[2] * y[2]}  # torch leaves it out
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        general_chunkwise.run_forward(inputs, options, outputs)
+    assert found == counter.get_total_flops() > 0

@@ -27,6 +27,7 @@ from lineate.models import (
     LinearConfig,
     MambaConfig,
     MemoryConfig,
+    RwkvConfig,
     loss,
     preset,
 )
@@ -273,6 +274,7 @@ def test_under_autocast(without):
 CONFIG = HybridConfig(
     vocab_size=61, hidden_size=32, n_layers=len(LETTERS), pattern=LETTERS,
     linear=LinearConfig(2, 4, 8, 6), memory=MemoryConfig(2, 8, chunk=7), mamba=MambaConfig(4, 6, 8, groups=2),
+    rwkv=RwkvConfig(2, 8, value_dim=6),
     attention=AttentionConfig(4, 2, 10, rotary_dim=4),
     latent=LatentConfig(3, rank=9, nope_dim=6, rope_dim=4, value_dim=5), feed=FeedConfig(40),
 )  # fmt: skip

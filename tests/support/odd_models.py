@@ -9,6 +9,7 @@ from lineate.models import (
     LinearConfig,
     MambaConfig,
     MemoryConfig,
+    RwkvConfig,
 )
 
 
@@ -17,6 +18,7 @@ def odd(pattern: str, **changes: object) -> HybridConfig:
     parts: dict[str, object] = {
         "linear": LinearConfig(3, 6, 7, 11, decay_rank=5, gate_rank=6),
         "mamba": MambaConfig(6, 5, 7, groups=3, norm_groups=2),
+        "rwkv": RwkvConfig(3, 8, value_dim=5, decay_rank=4, rate_rank=6, value_rank=9, gate_rank=10),
         "memory": MemoryConfig(3, 10, chunk=4),
         "attention": AttentionConfig(5, 1, 9, rotary_dim=4, bias=True),
         "latent": LatentConfig(5, rank=13, nope_dim=6, rope_dim=4, value_dim=7),

@@ -16,6 +16,7 @@ from lineate.models import (
     LinearConfig,
     MambaConfig,
     MemoryConfig,
+    RwkvConfig,
 )
 from lineate.serving.engine.engine import Engine
 from lineate.serving.engine.requests import Request
@@ -29,6 +30,7 @@ CONFIG = HybridConfig(
     latent=LatentConfig(4, rank=24, nope_dim=16, rope_dim=8, value_dim=16, rope_theta=10000.0),
     mamba=MambaConfig(4, 16, 16, groups=2),
     memory=MemoryConfig(heads=2, head_dim=16),
+    rwkv=RwkvConfig(2, 16, decay_rank=8, rate_rank=8, value_rank=8, gate_rank=8),
     feed=FeedConfig(48), zero_centred_norm=True,
 )  # fmt: skip
 EXPERTS = ExpertsConfig(8, 2, 16, shared_size=16, shared_gate=True)
@@ -38,6 +40,7 @@ PATTERNS = {
     "LRDG": replace(CONFIG, pattern="LRDG"),
     "TPNC": replace(CONFIG, pattern="TPNC"),
     "SSA": replace(CONFIG, pattern="SSA", n_layers=3),
+    "VVA": replace(CONFIG, pattern="VVA", n_layers=3),
     "EA": replace(CONFIG, pattern="EA", n_layers=2),
     "HOA": replace(CONFIG, pattern="HOA", n_layers=3, linear=LinearConfig(2, 4, 16, 16, rope_theta=100.0)),
     "attention alone": replace(CONFIG, pattern="A", n_layers=2),

@@ -70,6 +70,8 @@ class Reading:
         Args:
             layer: The layer.
         """
+        if kind_of(self.model.config.letters[layer]).first is not None:  # it cannot run without the layers before it
+            return None
         mixer: Any = self.model.layers[layer].mixer
         found: Softmax | None = self._once(("softmax", layer), lambda: softmax_of(mixer, self.inputs[layer]))
         return found

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lineate.layers.entry import check_result
 from lineate.layers.registry import MixerKind, ModelSizes, Operations, Sizes, check_made
+from lineate.layers.state import LayerState
 from lineate.system.seeding import own_random_numbers
 from lineate.torch_ops.tracing import cpu_by_default
 
@@ -87,10 +88,10 @@ def _count_on(device: str, kind: MixerKind, sizes: Sizes, config: Any, context: 
         state, specs = None, mixer.state_spec
         if context:
             before = torch.zeros(1, context, sizes.hidden_size)
-            _, state = check_result(mixer, specs, mixer(before), before, None)  # type: ignore[arg-type]
+            _, state = check_result(mixer, specs, _run(mixer, before), before, None)  # type: ignore[arg-type]
         x = torch.zeros(1, tokens, sizes.hidden_size)
         with FlopCounterMode(display=False) as counter:
-            check_result(mixer, specs, mixer(x, state), x, None)  # type: ignore[arg-type]
+            check_result(mixer, specs, _run(mixer, x, state), x, None)  # type: ignore[arg-type]
     return counter.get_total_flops()
 
 
@@ -100,6 +101,12 @@ def _projections(kind: MixerKind, sizes: Sizes, config: Any) -> int:
     with torch.device("meta"):
         mixer = check_made(kind, kind.make(sizes, config))
     return sum(2 * module.weight.numel() for module in mixer.modules() if isinstance(module, nn.Linear))
+
+
+def _run(mixer: nn.Module, x: Tensor, state: LayerState | None = None) -> Any:
+    """Run a mixer alone; one that reads what an earlier layer hands on gets something in its place."""
+    stand_in = getattr(mixer, "stand_in", None)
+    return mixer(x, state) if stand_in is None else mixer(x, state, None, stand_in(x))
 
 
 def saved_bytes(module: nn.Module, x: Tensor) -> int:
@@ -114,7 +121,7 @@ def saved_bytes(module: nn.Module, x: Tensor) -> int:
         return y
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda y: y):
-        kept = module(x)
+        kept = _run(module, x)
     total = sum(nbytes for nbytes, _ in found.values())
     del kept
     return total

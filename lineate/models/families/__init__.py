@@ -21,6 +21,7 @@ from lineate.models.families import (
     olmo_hybrid,
     qwen3_5,
     qwen3_next,
+    rwkv7,
 )
 from lineate.models.families.family import CheckpointFamily
 from lineate.models.families.values import token_ids
@@ -34,7 +35,7 @@ from lineate.quantised.format import Format
 from lineate.torch_ops.dtypes import FLOATING
 
 OWN = "lineate"
-OWN_SIGNATURE = r"^layers\.\d+\.mixer\.in_proj\.weight$"
+OWN_SIGNATURE = r"^layers\.\d+\.mixer\.(in|q)_proj\.weight$"
 OF_TRANSFORMERS = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", WEIGHTS)
 """Keys of lineate's config.json besides those of HybridConfig."""
 
@@ -59,6 +60,7 @@ FAMILIES: dict[str, CheckpointFamily] = {
         nemotron_h,
         bailing_hybrid,
         fla,
+        rwkv7,
     )
     for model_type in module.FAMILY.model_types
 }
@@ -94,9 +96,10 @@ def read_config(checkpoint: Checkpoint) -> HybridConfig:
             config = HybridConfig.from_dict(own)
             config = replace(config, eos_token_ids=_all_eos(checkpoint, config))
         else:
-            config = FAMILIES[kind].config_from(checkpoint.config)
+            family_row = FAMILIES[kind]
+            config = family_row.config_from(family_row.complete(checkpoint.config, checkpoint.shapes))
             family = kind if config.family == OWN else config.family
-            predicts = FAMILIES[kind].predicts(config, checkpoint.shapes)
+            predicts = family_row.predicts(config, checkpoint.shapes)
             config = replace(config, family=family, eos_token_ids=_all_eos(checkpoint, config), prediction=predicts)
     except (TypeError, ValueError, ArithmeticError, AttributeError, AssertionError, RecursionError) as error:
         why = str(error) or type(error).__name__

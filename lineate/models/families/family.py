@@ -24,3 +24,5 @@ class CheckpointFamily:
     """Matches the name of a tensor that no other family has."""
     predicts: Callable[[HybridConfig, Mapping[str, Shape]], bool] = lambda config, shapes: False
     """(config, shapes of the tensors) -> whether they have a supported head of multi-token prediction."""
+    complete: Callable[[dict[str, Any], Mapping[str, Shape]], dict[str, Any]] = lambda values, shapes: values
+    """(config.json, shapes of the tensors) -> config.json with the sizes that it lacks and the shapes have."""
