@@ -41,19 +41,12 @@ def check_inputs(rule: Rule, inputs: Inputs) -> None:
     if "beta" in rule.gates:
         _check_tensor("beta", beta, q, missing=f"to write at full rate pass torch.ones{(b, t, hv)}")
         assert beta is not None
-        allowed = [(b, t, hv), (b, t, hv, value_dim)]
-        if rule.writes:
-            if beta.shape != v.shape[:-1]:
-                raise ValueError(
-                    f"beta must have shape (b, t, n, hv) = {tuple(v.shape[:-1])}, got {tuple(beta.shape)}; "
-                    f"{rule.name} has one rate for each of the n writes of a token"
-                )
-        elif tuple(beta.shape) not in allowed:
-            raise ValueError(
-                f"beta must have shape (b, t, hv) = {(b, t, hv)} "
-                f"or (b, t, hv, v) = {(b, t, hv, value_dim)}, got {tuple(beta.shape)}"
-                + _gate_hint("beta", beta, allowed)
-            )
+        shape = tuple(v.shape[:-1])  # b t hv, or b t n hv
+        wide = [] if rule.writes else [(*shape, value_dim)]
+        if tuple(beta.shape) not in (shape, *wide):
+            wanted = f"(b, t, n, hv) = {shape}" if rule.writes else f"(b, t, hv) = {shape} or (b, t, hv, v) = {wide[0]}"
+            hint = _gate_hint("beta", beta, [shape, *wide])
+            raise ValueError(f"beta must have shape {wanted}, got {tuple(beta.shape)}{hint}")
     _check_other_gates(rule, inputs)
 
 
