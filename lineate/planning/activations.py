@@ -34,20 +34,29 @@ def saved_by(config: HybridConfig, layer: int, half: bool) -> Saved:
     part = config.part_of(layer)
     mixer = kept_bytes(kind, config, part, half) if kind.kept_bytes is None else kind.kept_bytes(part, half)
     # before the mixer: the residual, which the norm reads, and the norm's output; likewise before the feed-forward
-    feed = 0 if layer in config.mixer_only else _feed(config, layer, e) + (4 + e) * hidden
-    return Saved(mixer + e * hidden, feed, 4 * hidden)
+    norm = _statistics(config)
+    feed = 0 if layer in config.mixer_only else _feed(config, layer, e) + (4 + e) * hidden + norm
+    return Saved(mixer + e * hidden + norm, feed, 4 * hidden)
+
+
+def _statistics(config: HybridConfig) -> int:
+    """Return the bytes of the mean and the deviation that a LayerNorm keeps; RMSNorm computes its own again."""
+    return 8 if config.norm == "layer" else 0
 
 
 def ends(config: HybridConfig, half: bool) -> int:
     """Return the bytes per token outside the blocks: its id, and the inputs of the last norm and the head."""
-    return 8 + (4 + (2 if half else 4)) * config.hidden_size
+    normed = 4 * config.hidden_size + _statistics(config) if config.embedding_norm else 0  # what its norm reads
+    return 8 + (4 + (2 if half else 4)) * config.hidden_size + _statistics(config) + normed
 
 
 def _feed(config: HybridConfig, layer: int, e: int) -> int:
     """Return the bytes of gate and up and their product, or of relu and its square; for each expert of a token."""
     if not config.has_experts(layer):
         assert config.feed is not None
-        return e * (3 if config.feed.kind == "swiglu" else 2) * config.feed.size
+        change = e if config.norm == "rms" else 4  # of the difference of tokens that a token shift keeps
+        shifted = change * config.hidden_size if config.feed.kind == "channel_mix" else 0
+        return e * (3 if config.feed.kind == "swiglu" else 2) * config.feed.size + shifted
     x = config.experts
     assert x is not None
     inner = 3 if x.kind == "swiglu" else 2

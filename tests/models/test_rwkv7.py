@@ -2,18 +2,21 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from lineate.decoding import Decoder
+from lineate.layers import Carried
 from lineate.models import FeedConfig, HybridConfig, HybridLM, RwkvConfig, preset
 from lineate.models.config import AttentionConfig
 from lineate.models.files.checkpoint import save
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.inspect import describe
 from lineate.planning import plan_memory, read_model
+from lineate.planning.activations import saved_by
 from lineate.planning.compute import plan_flops
 from tests.support.rwkv import Sizes, as_fla, draw, fla_config, logits_of
 
@@ -283,6 +286,32 @@ def test_plans_equal_what_is_allocated_and_counted():
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model(ids_of(t, 31))
         assert counter.get_total_flops() == flops.forward(t, t)
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm": "rms"}, {"feed": FeedConfig(36)}, {"pattern": "GV"}], ids=str)
+def test_planned_activations_are_what_the_backward_keeps(changes):
+    """They are those of the blocks in float32; a block of V has what its mixer keeps, which is measured."""
+    config = small(linear=preset("tiny").linear, **changes)
+    model, found = made(config, torch.float32), []
+    parameters = {x.untyped_storage().data_ptr() for x in model.parameters()}
+    for t in (128, 256):
+        x, carried, kept = torch.zeros(1, t, 20, requires_grad=True), Carried(), {}
+        for block in model.layers:
+            own = {}
+            with torch.autograd.graph.saved_tensors_hooks(partial(note, own), lambda y: y):
+                x, _ = block(x, None, None, carried)
+            kept |= own
+        found.append(sum(size for name, (size, _) in kept.items() if name not in parameters))
+    planned = sum(saved_by(config, layer, False).total for layer in range(config.n_layers))
+    shared = 4 * 12 * (config.letters.count("V") - 1)  # the first values, which all layers keep, are one tensor
+    assert (found[1] - found[0]) / 128 == pytest.approx(planned - shared, rel=0.01)
+
+
+def note(found: dict, x: torch.Tensor) -> torch.Tensor:
+    """Note the storage of a tensor that autograd saves, which is kept so that its address is not used again."""
+    storage = x.untyped_storage()
+    found[storage.data_ptr()] = storage.nbytes(), x
+    return x
 
 
 @pytest.mark.parametrize(
