@@ -259,7 +259,7 @@ def test_every_parameter_is_trained(recompute):
 
 @pytest.mark.cover
 def test_the_model_is_compiled_in_one_graph():
-    """What the layers hand on does not break the graph, and has gradients there."""
+    """Carried values do not break the graph, and have gradients there."""
     model, ids = made(small(), torch.float32), ids_of(12, 31)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     loss = compiled(ids, labels=ids).loss
