@@ -34,7 +34,7 @@ def _code(subject: str, sources: str, headers: str) -> Code:
 
 
 SUBJECTS = {
-    "rules": _code("rules", "chunkwise.c", ""),
+    "rules": _code("rules", "chunkwise.c", "rules.h"),
     "layers": _code("layers", "convolution.c layers.c threads.c", "threads.h vectors.h"),
     "products": _code(
         "products",
