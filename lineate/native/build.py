@@ -43,8 +43,9 @@ SUBJECTS = {
         "product_avx512.h product_neon.h products.h quantised_neon.h step.h step_rule.h threads.h vectors.h",
     ),
 }
-"""The libraries of the native backend; each is compiled when it is first needed: the forms of the rules with
-one key; those of the general row; what is around them in a layer; products of few rows and with quantised weights, decoding steps and the choice of tokens."""
+"""The libraries of the native backend; each is compiled when it is first needed: the forms of the rules with one key;
+those of the general row; what is around them in a layer; products of few rows and with quantised weights, decoding
+steps and the choice of tokens."""
 _FUNCTIONS = {
     **dict.fromkeys(("forward", "backward", "recurrent"), "rules"),
     **dict.fromkeys(("general_forward", "general_backward", "general_recurrent"), "general"),

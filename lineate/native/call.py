@@ -4,7 +4,7 @@ import ctypes
 import struct
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ def run(entry: str, tensors: Tensors, states: States, cu_seqlens: Tensor | None,
     decay = 0 if tensors.log_decay is None else tensors.log_decay.dim() - 2
     sequences = cut(b, cu_seqlens, chunk_size)
     threads = torch.get_num_threads()
-    sizes = (b, t, h, hv // h, key_dim, value_dim, chunk_size, sequences.count)
+    sizes = (b, t, h, hv // h, key_dim, value_dim, chunk_size, sequences.number)
     words: list[int] = [*sizes, decay, corrects, options.normalize_qk, threads]
     words += strided(tensors)
     words += [0 if x is None else x.data_ptr() for x in states]
@@ -70,7 +70,7 @@ def run(entry: str, tensors: Tensors, states: States, cu_seqlens: Tensor | None,
 class Sequences(NamedTuple):
     """The sequences of a call as C reads them."""
 
-    count: int
+    number: int
     starts: ctypes.Array[ctypes.c_int64] | None = None
     """Where each begins, and the end; None if each row is one."""
     first_chunk: ctypes.Array[ctypes.c_int64] | None = None
@@ -110,6 +110,10 @@ def check_status(status: int, threads: int, chunk_size: int, log_decay: Tensor |
         check_decay_values(log_decay)
 
 
+@overload
+def dense(x: Tensor) -> Tensor: ...
+@overload
+def dense(x: None) -> None: ...
 def dense(x: Tensor | None) -> Tensor | None:
     """Return x in float32 or bfloat16 with a dense last dimension; copy it only if needed."""
     if x is None:

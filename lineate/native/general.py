@@ -4,6 +4,7 @@ C takes k, v and beta of n writes a token as n t tokens; everything else has t.
 """
 
 import struct
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,16 +12,17 @@ from torch import Tensor
 
 from lineate.call import Inputs, Options
 from lineate.checks import check_bounds
+from lineate.forms.general import GATES
+from lineate.forms.general_chunkwise import make_outputs
 from lineate.forms.stability import warn_erasing
 from lineate.native.build import c_function
 from lineate.native.call import UNSTABLE, States, check_status, cut, dense, strided
 from lineate.native.recurrent import register_recurrent
 from lineate.rule import DIAGONAL_PLUS_LOW_RANK, GATED_DELTA_2, GATED_DELTA_PRODUCT, full_precision
-from lineate.torch_ops.chunk_op import Outputs, empty_outputs, register
+from lineate.torch_ops.chunk_op import Outputs, register
 
 RULES = (GATED_DELTA_2, GATED_DELTA_PRODUCT, DIAGONAL_PLUS_LOW_RANK)
 """The rows that the C code computes."""
-GATES = ("log_decay", "beta", "erase", "write", "probe", "direction")
 READS = ("q", "k", "v", *GATES, "state", "cu_seqlens")
 """The tensors of a call that the C code reads."""
 _LAYOUT = struct.Struct("12q" + "5q" * 20 + "7q" + "d")  # Call in general.c
@@ -53,7 +55,7 @@ def _run(
     log_decay, chunk_size = inputs.log_decay, options.chunk_size
     decay = 0 if log_decay is None else log_decay.dim() - 2
     sequences, threads = cut(b, inputs.cu_seqlens, chunk_size), torch.get_num_threads()
-    sizes = (b, t, h, hv // h, key_dim, value_dim, chunk_size, sequences.count)
+    sizes = (b, t, h, hv // h, key_dim, value_dim, chunk_size, sequences.number)
     words: list[int] = [*sizes, decay, writes, options.normalize_qk, threads]
     words += strided((*tensors[:3], *tensors.gates, output, *gradients))
     words += [0 if x is None else x.data_ptr() for x in states]
@@ -70,7 +72,7 @@ def _tensors(inputs: Inputs, options: Options) -> _Tensors:
     if options.rule.writes:
         k, v, beta = k.flatten(1, 2), v.flatten(1, 2), None if beta is None else beta.flatten(1, 2)
     gates = inputs.log_decay, beta, inputs.erase, inputs.write, inputs.probe, inputs.direction
-    return _Tensors(_dense(inputs.q), _dense(k), _dense(v), tuple(dense(x) for x in gates))
+    return _Tensors(dense(inputs.q), dense(k), dense(v), tuple(dense(x) for x in gates))
 
 
 def _forward(inputs: Inputs, options: Options, outputs: Outputs) -> None:
@@ -84,7 +86,7 @@ def _forward(inputs: Inputs, options: Options, outputs: Outputs) -> None:
 def _fill_outputs(inputs: Inputs, options: Options, outputs: Outputs, entry: str) -> None:
     assert inputs.state is not None
     output, final, states = outputs
-    written = _dense(output)
+    written = dense(output)
     kept = States(state=inputs.state.contiguous(), final=final, states=states if states.shape[0] else None)
     _run(entry, inputs, options, kept, written)
     if written is not output:
@@ -101,27 +103,15 @@ def _backward(
     written = {name: dense(x) for name, x in places.items()}
     with full_precision(inputs.q):
         kept = States(dfinal=dfinal.contiguous(), states=states, dstate=grads.state)
-        _run("backward", inputs, options, kept, None, (_dense(doutput), *written.values()))
+        _run("backward", inputs, options, kept, None, (dense(doutput), *written.values()))
     for name, x in places.items():
         found = written[name]
         if found is not None and found is not x:
             x.copy_(found)
 
 
-def _dense(x: Tensor) -> Tensor:
-    found = dense(x)
-    assert found is not None
-    return found
-
-
-def _make_outputs(inputs: Inputs, options: Options, keep: bool) -> Outputs:
-    """Return memory for the outputs of a call, whose v may have several writes a token."""
-    one = inputs.replace(v=inputs.v[:, :, 0]) if options.rule.writes else inputs
-    return empty_outputs(one, options, keep)
-
-
-chunkwise = register("chunkwise_general_native", _forward, _backward, READS, make_outputs=_make_outputs)
+chunkwise = register("chunkwise_general_native", _forward, _backward, READS, make_outputs=make_outputs)
 recurrent = register_recurrent(
-    "recurrent_general_native", lambda *call: _fill_outputs(*call, "recurrent"), READS, _make_outputs
+    "recurrent_general_native", partial(_fill_outputs, entry="recurrent"), READS, make_outputs
 )
 """Runs token by token, without gradients: decoding. options.chunk_size must be 1."""

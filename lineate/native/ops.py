@@ -1,5 +1,7 @@
 """The forms of the native backend: chunkwise with its backward, and recurrent for decoding."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ def _forward(inputs: Inputs, options: Options, outputs: Outputs) -> None:
 def _fill_outputs(inputs: Inputs, options: Options, outputs: Outputs, entry: str) -> None:
     assert inputs.state is not None
     output, final, states = outputs
-    written = _dense(output)
+    written = dense(output)
     run(
         entry,
         _tensors(inputs, output=written),
@@ -41,9 +43,9 @@ def _fill_outputs(inputs: Inputs, options: Options, outputs: Outputs, entry: str
 def _tensors(inputs: Inputs, output: Tensor | None = None) -> Tensors:
     """Return the tensors of a call as C reads them."""
     return Tensors(
-        _dense(inputs.q),
-        _dense(inputs.k),
-        _dense(inputs.v),
+        dense(inputs.q),
+        dense(inputs.k),
+        dense(inputs.v),
         dense(inputs.log_decay),
         dense(inputs.beta),
         output,
@@ -54,12 +56,12 @@ def _backward(
     inputs: Inputs, options: Options, states: Tensor, doutput: Tensor, dfinal: Tensor, grads: Inputs
 ) -> None:  # fmt: skip
     """Fill the gradients, from the last chunk to the first; each chunk starts from the state that entered it."""
-    written = grads.replace(state=None).map(_dense)
+    written = grads.replace(state=None).map(dense)
     with full_precision(inputs.q):
         run(
             "backward",
             _tensors(inputs)._replace(
-                doutput=_dense(doutput),
+                doutput=dense(doutput),
                 dq=written.q,
                 dk=written.k,
                 dv=written.v,
@@ -76,12 +78,6 @@ def _backward(
             x.copy_(y)
 
 
-def _dense(x: Tensor) -> Tensor:
-    found = dense(x)
-    assert found is not None
-    return found
-
-
 def _make_recurrent_outputs(inputs: Inputs, options: Options, keep: bool) -> Outputs:
     """Return memory for the output and the final state; a recurrent form keeps no others."""
     assert inputs.state is not None
@@ -90,6 +86,6 @@ def _make_recurrent_outputs(inputs: Inputs, options: Options, keep: bool) -> Out
 
 chunkwise = register("chunkwise_native", _forward, _backward, READS)
 recurrent = register_recurrent(
-    "recurrent_native", lambda *call: _fill_outputs(*call, "recurrent"), READS, _make_recurrent_outputs
+    "recurrent_native", partial(_fill_outputs, entry="recurrent"), READS, _make_recurrent_outputs
 )
 """Runs token by token, without gradients: decoding. options.chunk_size must be 1."""
