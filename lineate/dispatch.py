@@ -10,6 +10,7 @@ from torch import Tensor
 from lineate import checks, kernels
 from lineate.call import Inputs, Options, Request, in_one_dtype, spread_decay
 from lineate.forms import chunkwise, parallel, recurrent
+from lineate.native import general as native_general
 from lineate.native import ops as native
 from lineate.native.build import why_not
 from lineate.plans import PLANS, call_signature
@@ -42,6 +43,11 @@ READS = {
     ("chunkwise", "triton"): kernels.CHUNKWISE_READS,
 }
 """The tensors of a call that each form reads on each backend; a call with another one is not served by it."""
+GENERAL_READS = {
+    ("recurrent", "native"): native_general.READS,
+    ("chunkwise", "native"): native_general.READS,
+}
+"""The same for rules of the general row, where another op computes them."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,8 @@ class Facts:
     """Whether there are cu_seqlens."""
     beta_per_channel: bool = False
     """Whether beta has one rate per value channel."""
+    writes: int = 1
+    """Writes a token."""
     needs_grad: bool = False
     """Whether autograd will want a backward."""
     transformed: bool = False
@@ -97,7 +105,7 @@ def resolve(rule: Rule, facts: Facts, request: Request) -> Plan:
     """Choose a form and a backend for 'auto'; raise if an explicit request cannot be served, without falling back."""
     form, backend, t = request.form, request.backend, facts.t
     if form != "auto":
-        if unread := _unread(form, "torch", facts):
+        if unread := _unread(rule, form, "torch", facts):
             raise ValueError(f"form={form!r} cannot serve this call: it {unread}; use form='auto'")
         why_form = f"form {form!r} as asked"
     elif facts.beta_per_channel and facts.device == "cuda" and not (facts.needs_grad or facts.no_triton):
@@ -106,8 +114,8 @@ def resolve(rule: Rule, facts: Facts, request: Request) -> Plan:
         form, why_form = "recurrent", f"form 'recurrent' because t is at most {RECURRENT_UP_TO}: decoding"
     else:
         form, why_form = "chunkwise", "form 'chunkwise': linear in t, quadratic only inside a chunk"
-    if unread := _unread(form, "torch", facts):
-        form, why_form = _form_that_reads(facts), f"because form {form!r} {unread}"
+    if unread := _unread(rule, form, "torch", facts):
+        form, why_form = _form_that_reads(rule, facts), f"because form {form!r} {unread}"
         why_form = f"form {form!r} {why_form}"
 
     obstacles = {
@@ -127,24 +135,30 @@ def resolve(rule: Rule, facts: Facts, request: Request) -> Plan:
         if obstacles[backend] is not None:
             raise ValueError(f"backend={backend!r} cannot serve this call: {obstacles[backend]}; use backend='torch'")
         why_backend = f"backend {backend!r} as asked"
-    chunk_size = CHUNK_SIZES[backend] if request.chunk_size is None else request.chunk_size
+    chunk_size = request.chunk_size
+    if chunk_size is None:
+        chunk_size = CHUNK_SIZES[backend]
+        if backend == "native":
+            chunk_size = max(1, chunk_size // facts.writes)
     size = {"recurrent": 1, "chunkwise": min(chunk_size, t), "parallel": t}[form]
     return Plan(rule.name, form, backend, size, "; ".join(x for x in (why_form, why_backend, facts.wide) if x))
 
 
-def _unread(form: str, backend: str, facts: Facts) -> str | None:
+def _unread(rule: Rule, form: str, backend: str, facts: Facts) -> str | None:
     """Return that a form does not read some of the call's tensors on a backend, or None if it reads all."""
     reads = READS[form, backend]
+    if rule.general:
+        reads = GENERAL_READS.get((form, backend), reads)
     missing = [name for name in facts.given if name not in reads]
     return f"does not read {', '.join(missing)}" if missing else None
 
 
-def _form_that_reads(facts: Facts) -> str:
+def _form_that_reads(rule: Rule, facts: Facts) -> str:
     """Return the first form that reads all tensors of a call."""
     for form in FORMS[1:]:
-        if _unread(form, "torch", facts) is None:
+        if _unread(rule, form, "torch", facts) is None:
             return form
-    unread = _unread(FORMS[1], "torch", facts)
+    unread = _unread(rule, FORMS[1], "torch", facts)
     raise ValueError(f"no form can serve this call: form {FORMS[1]!r} {unread}; leave it None")
 
 
@@ -156,9 +170,9 @@ def _native_obstacle(rule: Rule, form: str, facts: Facts) -> str | None:
         return "the native backend computes in float32, got float64 inputs"
     if form == "parallel":
         return "the native backend has no parallel form"
-    if rule.general:
+    if rule.general and rule not in native_general.RULES:
         return f"the native backend has no {rule.name}"
-    if unread := _unread(form, "native", facts):
+    if unread := _unread(rule, form, "native", facts):
         return f"the native backend {unread}"
     if facts.beta_per_channel:
         return "the native backend takes no beta per value channel"
@@ -177,7 +191,7 @@ def _triton_obstacle(rule: Rule, form: str, facts: Facts, chunk_size: int | None
         return "the triton backend has no parallel form"
     if rule.general:
         return f"the triton backend has no {rule.name}"
-    if unread := _unread(form, "triton", facts):
+    if unread := _unread(rule, form, "triton", facts):
         return f"the triton backend {unread}"
     if form == "chunkwise" and facts.beta_per_channel:
         return "the triton chunkwise form takes no beta per value channel"
@@ -289,12 +303,13 @@ def check_and_resolve(rule: Rule, inputs: Inputs, request: Request) -> tuple[Pla
         width=max(key_dim, v.shape[-1]),
         packed=cu_seqlens is not None,
         beta_per_channel=beta is not None and beta.dim() == 4 and not rule.writes,
+        writes=inputs.k.shape[2] if rule.writes else 1,
         given=tuple(x.name for x in inputs.FIELDS if x.role != "parameter" and getattr(inputs, x.name) is not None),
         needs_grad=needs_grad(*(getattr(inputs, name) for name in inputs.DIFFERENTIABLE)),
         transformed=transformed(),
         device=device,
         dtype=q.dtype,
-        no_native=_no_native() if device == "cpu" and request.backend in ("auto", "native") else None,
+        no_native=_no_native(rule) if device == "cpu" and request.backend in ("auto", "native") else None,
         no_triton=why_no_triton(device) if device == "cuda" or request.backend == "triton" else None,
         wide=why_wide(q.dtype) if device == "cpu" else None,
     )
@@ -311,9 +326,9 @@ def resolve_scale(scale: float | None, key_dim: int) -> float:
 
 
 @constant_in_graphs
-def _no_native() -> str | None:
-    """Return why the native backend cannot run on this machine, or None; compile it the first time."""
-    return why_not("rules")
+def _no_native(rule: Rule) -> str | None:
+    """Return why the native backend cannot run a rule on this machine, or None; compile it the first time."""
+    return why_not("general" if rule.general else "rules")
 
 
 @constant_in_graphs

@@ -85,10 +85,10 @@ def _put(heads: Heads, options: Options, name: str, place: Tensor, tokens: slice
     place.copy_(values.view(place.shape))
 
 
-def _make_outputs(inputs: Inputs, options: Options, keep: bool) -> Outputs:
+def make_outputs(inputs: Inputs, options: Options, keep: bool) -> Outputs:
     """Return memory for the outputs of a call, whose v may have several writes a token."""
     one = inputs.replace(v=inputs.v[:, :, 0]) if options.rule.writes else inputs
     return empty_outputs(one, options, keep)
 
 
-general_chunkwise = register("chunkwise_general", run_forward, run_backward, READS, make_outputs=_make_outputs)
+general_chunkwise = register("chunkwise_general", run_forward, run_backward, READS, make_outputs=make_outputs)

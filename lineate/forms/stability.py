@@ -45,18 +45,31 @@ def watch_writes(k: Tensor, beta: Tensor | None, normalize_qk: bool) -> None:
 
 def watch_erasing(inputs: Inputs, options: Options) -> None:
     """Warn if e . d leaves [0, 2] in a call of the general row (forms/general.py), as beta |k|^2 in watch_writes."""
-    k, erase, probe, direction = inputs.k, inputs.erase, inputs.probe, inputs.direction
     if options.rule.writes and inputs.beta is not None:
-        watch_writes(k.flatten(1, 2), inputs.beta.flatten(1, 2), options.normalize_qk)
-    elif erase is not None and _looks(k.shape[1], k, erase):
-        k = k.detach().to(compute_dtype(k.dtype)).repeat_interleave(erase.shape[2] // k.shape[2], 2)  # b t hv k
+        watch_writes(inputs.k.flatten(1, 2), inputs.beta.flatten(1, 2), options.normalize_qk)
+        return
+    gates = [x for x in (inputs.erase, inputs.probe, inputs.direction) if x is not None]
+    if gates and _looks(inputs.k.shape[1], inputs.k, *gates):
+        warn_erasing(inputs, options)
+
+
+def warn_erasing(inputs: Inputs, options: Options) -> None:
+    """Warn as watch_erasing does, whatever was looked at before."""
+    k, erase, probe, direction = (x if x is None else x.detach() for x in _erasing(inputs))
+    assert k is not None
+    if options.rule.writes and inputs.beta is not None:
+        warn_unstable(k.flatten(1, 2), inputs.beta.detach().flatten(1, 2))
+    elif erase is not None:
+        k = k.to(compute_dtype(k.dtype)).repeat_interleave(erase.shape[2] // k.shape[2], 2)  # b t hv k
         k = normalize(k) if options.normalize_qk else k
-        _warn_outside(
-            "sum(erase * k^2)", (erase.detach() * k * k).sum(-1), "pass normalize_qk=True, and erase in [0, 2]"
-        )
-    elif probe is not None and direction is not None and _looks(k.shape[1], probe, direction):
-        probe = probe.detach().to(compute_dtype(probe.dtype))
-        _warn_outside("probe . direction", (probe * direction.detach()).sum(-1), "make them smaller")
+        _warn_outside("sum(erase * k^2)", (erase * k * k).sum(-1), "pass normalize_qk=True, and erase in [0, 2]")
+    elif probe is not None and direction is not None:
+        probe = probe.to(compute_dtype(probe.dtype))
+        _warn_outside("probe . direction", (probe * direction).sum(-1), "make them smaller")
+
+
+def _erasing(inputs: Inputs) -> tuple[Tensor | None, ...]:
+    return inputs.k, inputs.erase, inputs.probe, inputs.direction
 
 
 def _looks(tokens: int, *tensors: Tensor) -> bool:

@@ -34,7 +34,8 @@ def _code(subject: str, sources: str, headers: str) -> Code:
 
 
 SUBJECTS = {
-    "rules": _code("rules", "chunkwise.c", ""),
+    "rules": _code("rules", "chunkwise.c", "rules.h"),
+    "general": _code("general", "general.c", "rules.h"),
     "layers": _code("layers", "convolution.c layers.c threads.c", "threads.h vectors.h"),
     "products": _code(
         "products",
@@ -42,10 +43,12 @@ SUBJECTS = {
         "product_avx512.h product_neon.h products.h quantised_neon.h step.h step_rule.h threads.h vectors.h",
     ),
 }
-"""The libraries of the native backend; each is compiled when it is first needed: the forms of the rules; what is around
-them in a layer; products of few rows and with quantised weights, decoding steps and the choice of tokens."""
+"""The libraries of the native backend; each is compiled when it is first needed: the forms of the rules with one key;
+those of the general row; what is around them in a layer; products of few rows and with quantised weights, decoding
+steps and the choice of tokens."""
 _FUNCTIONS = {
     **dict.fromkeys(("forward", "backward", "recurrent"), "rules"),
+    **dict.fromkeys(("general_forward", "general_backward", "general_recurrent"), "general"),
     **dict.fromkeys(("convolution", "convolution_backward", "norm", "norm_backward", "glu", "glu_backward"), "layers"),
     **dict.fromkeys(("product", "combine", "quantised", "quantised_rows", "experts"), "products"),
     **dict.fromkeys(("round", "step", "choose"), "products"),

@@ -2,140 +2,14 @@
 //
 // One unit of work is one key head of one sequence: its states stay in cache from the first token to the last, and its
 // result depends on nothing else, so the bits are the same in any batch, order and number of threads.
-// Rows are tokens. Every matrix in scratch memory has its rows and columns filled up with zeros to whole tiles.
 //
 //   Qr = e^G q     Kr = e^G k     Kw = e^{G_c - G} k                       readers of S, writers to the next S
 //   P_ij = sum_x q_ix k_jx e^{G_ix - G_jx}  (j <= i)      M_ij = the same with k_i for q_i  (j < i)
 //   E = V - Kr S          R = (I + beta M)^{-1} (beta E)      (rule only accumulates: R = V)
 //   O = Qr S + P R        S_next = e^{G_c} S + Kw^T R
-#include <math.h>
-#include <pthread.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
-
-// ---- vectors, and the matrix product -------------------------------------------------------------------------------
-
-#if defined(__AVX512F__)
-enum { LANES = 16, ROWS = 8, VECS = 2 };
-#elif defined(__AVX2__)
-enum { LANES = 8, ROWS = 4, VECS = 2 };
-#else
-enum { LANES = 4, ROWS = 4, VECS = 4 };
-#endif
-enum { TILE = LANES * VECS, PAD_ROWS = 8, PAD_COLS = 32, SKEW = 16, BLOCK = 16 };  // SKEW keeps rows off each other's cache sets
-typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-typedef int64_t i64;
-
-#define INLINE static inline __attribute__((always_inline))
-INLINE i64 up(i64 n, i64 to) { return (n + to - 1) / to * to; }
-INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
-INLINE vec load(const float *x) { return *(const vec *)x; }
-INLINE void store(float *x, vec y) { *(vec *)x = y; }
-
-// c [m, n] = (c if add) + a [m, k] b [k, n]; a is read at a[i * ar + p * ak], so a transposed a is only other strides.
-// m is a multiple of PAD_ROWS, n of TILE.
-static void multiply(i64 m, i64 n, i64 k, const float *a, i64 ar, i64 ak, const float *b, i64 ldb, float *c, i64 ldc,
-                     int add) {
-    for (i64 j = 0; j < n; j += TILE)
-        for (i64 i = 0; i < m; i += ROWS) {
-            vec sum[ROWS][VECS];
-            float *out = c + i * ldc + j;
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-                for (int s = 0; s < VECS; s++) sum[r][s] = add ? load(out + r * ldc + s * LANES) : (vec){0};
-            const float *left = a + i * ar, *right = b + j;
-            for (i64 p = 0; p < k; p++, left += ak, right += ldb) {
-                vec row[VECS];
-#pragma GCC unroll 4
-                for (int s = 0; s < VECS; s++) row[s] = load(right + s * LANES);
-#pragma GCC unroll 8
-                for (int r = 0; r < ROWS; r++) {
-                    const float x = left[r * ar];
-#pragma GCC unroll 4
-                    for (int s = 0; s < VECS; s++) sum[r][s] += x * row[s];
-                }
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-                for (int s = 0; s < VECS; s++) store(out + r * ldc + s * LANES, sum[r][s]);
-        }
-}
-
-static void transpose(i64 m, i64 n, const float *x, i64 ldx, float *y, i64 ldy) {
-    for (i64 i = 0; i < m; i += 8)
-        for (i64 j = 0; j < n; j++)
-#pragma GCC unroll 8
-            for (int r = 0; r < 8; r++) y[j * ldy + i + r] = x[(i + r) * ldx + j];
-}
-
-// e^x for x <= 0; what would be denormal is 0, and so is e^-inf.
-INLINE vec exponential(vec x) {
-    const vec magic = (vec){0} + 12582912.f;
-    vec n = (x * 1.44269504088896341f + magic) - magic;
-    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vec p = (vec){0} + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.f;
-    ivec power = (__builtin_convertvector(n, ivec) + 127) << 23;
-    ivec none = x < -87.f;  // not so for NaN, which stays NaN
-    return (vec)((ivec)(p * (vec)power) & ~none);
-}
-
-INLINE float total(vec x) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += x[i];
-    return sum;
-}
-
-static float dot(const float *x, const float *y, i64 n) {
-    vec sum = {0};
-    for (i64 i = 0; i < n; i += LANES) sum += load(x + i) * load(y + i);
-    return total(sum);
-}
-
-static void scale_to(float *x, const float *y, float a, i64 n) {
-    for (i64 i = 0; i < n; i += LANES) store(x + i, a * load(y + i));
-}
-
-static void add_scaled(float *x, const float *y, float a, i64 n) {
-    for (i64 i = 0; i < n; i += LANES) store(x + i, load(x + i) + a * load(y + i));
-}
-
-static void times(float *x, const float *y, const float *z, i64 n) {
-    for (i64 i = 0; i < n; i += LANES) store(x + i, load(y + i) * load(z + i));
-}
-
-static void add_times(float *x, const float *y, const float *z, i64 n) {
-    for (i64 i = 0; i < n; i += LANES) store(x + i, load(x + i) + load(y + i) * load(z + i));
-}
-
-static void clear(float *x, i64 n) { memset(x, 0, n * sizeof(float)); }
-
-static void fill(float *x, float value, i64 n) {
-    for (i64 i = 0; i < n; i += LANES) store(x + i, (vec){0} + value);
-}
+#include "rules.h"
 
 // ---- the call ------------------------------------------------------------------------------------------------------
-
-enum { NONE = 0, HEAD = 1, CHANNEL = 2 };
-
-typedef struct {  // b t heads d, the last dimension dense; strides in elements
-    void *data;
-    i64 row, token, head;
-    i64 half;  // 1: bfloat16, 0: float32
-} Tensor;
 
 typedef struct {  // words of 64 bits, filled in by call.py
     i64 b, t, h, group, key_dim, value_dim, chunk, sequences;
@@ -147,47 +21,6 @@ typedef struct {  // words of 64 bits, filled in by call.py
     const i64 *starts, *first_chunk;                // sequences + 1, sequences; NULL: every row is one sequence
     double scale;
 } Call;
-
-INLINE void *at(const Tensor *x, i64 row, i64 token, i64 head) {
-    i64 i = row * x->row + token * x->token + head * x->head;
-    return x->half ? (void *)((uint16_t *)x->data + i) : (void *)((float *)x->data + i);
-}
-
-// Copies n numbers into `to` and fills it up with zeros.
-static void get(float *to, const Tensor *x, i64 row, i64 token, i64 head, i64 n, i64 filled) {
-    const void *from = at(x, row, token, head);
-    if (x->half) {
-        const uint16_t *bits = from;
-        for (i64 i = 0; i < n; i++) ((uint32_t *)to)[i] = (uint32_t)bits[i] << 16;
-    } else
-        memcpy(to, from, n * sizeof(float));
-    clear(to + n, filled - n);
-}
-
-static void put(const Tensor *x, i64 row, i64 token, i64 head, const float *from, i64 n) {
-    void *to = at(x, row, token, head);
-    if (!x->half) {
-        memcpy(to, from, n * sizeof(float));
-        return;
-    }
-    uint16_t *bits = to;
-    for (i64 i = 0; i < n; i++) {  // to nearest, ties to even; NaN stays NaN
-        uint32_t wide = ((const uint32_t *)from)[i];
-        bits[i] = from[i] != from[i] ? 0x7fc0 : (uint16_t)((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
-    }
-}
-
-static void get_state(float *S, i64 ldv, const float *from, const Call *a, i64 K) {
-    for (i64 p = 0; p < K; p++) {
-        i64 n = p < a->key_dim ? a->value_dim : 0;
-        memcpy(S + p * ldv, from + p * a->value_dim, n * sizeof(float));
-        clear(S + p * ldv + n, ldv - n);
-    }
-}
-
-static void put_state(float *to, const float *S, i64 ldv, const Call *a) {
-    for (i64 p = 0; p < a->key_dim; p++) memcpy(to + p * a->value_dim, S + p * ldv, a->value_dim * sizeof(float));
-}
 
 // ---- scratch memory ------------------------------------------------------------------------------------------------
 
@@ -211,8 +44,6 @@ typedef struct {
     void *memory;
 } Scratch;
 
-enum { RECURRENT, FORWARD, BACKWARD };
-
 static int allocate(Scratch *s, const Call *a, int mode) {
     s->positive = (ivec){0};
     s->unstable = 0;
@@ -222,10 +53,7 @@ static int allocate(Scratch *s, const Call *a, int mode) {
     s->ldw = s->ldk > s->ldc ? s->ldk : s->ldc;
     i64 rk = s->rows * s->ldk, rv = s->rows * s->ldv, rr = s->rows * s->ldc, B = mode == BACKWARD, T = mode != RECURRENT;
     i64 state = T * a->group * s->K * s->ldv;
-    struct {
-        float **at;
-        i64 size;
-    } plan[] = {
+    const Part plan[] = {
         {&s->X, 2 * rk},     {&s->XR, 2 * rk},  {&s->KW, rk},          {&s->ER, rk},           {&s->EW, rk},
         {&s->last, s->ldk},  {&s->D, rr},       {&s->decay, rk},       {&s->carry, rk},        {&s->W, rk},
         {&s->reach, 2 * BLOCK * s->ldk},        {&s->span, BLOCK * s->ldk},
@@ -236,14 +64,7 @@ static int allocate(Scratch *s, const Call *a, int mode) {
         {&s->dk, B * rk},    {&s->dG, B * rk},  {&s->intra, B * 3 * rk},                       {&s->dW, B * rk},
         {&s->sums, B * 2 * rk},                 {&s->dS, B * state},
     };
-    const i64 parts = sizeof plan / sizeof *plan;
-    i64 floats = 0;
-    for (i64 i = 0; i < parts; i++) floats += up(plan[i].size, 32);
-    if (posix_memalign(&s->memory, 128, floats * sizeof(float))) return 1;
-    clear(s->memory, floats);
-    float *next = s->memory;
-    for (i64 i = 0; i < parts; i++) *plan[i].at = next, next += up(plan[i].size, 32);
-    return 0;
+    return allot(plan, sizeof plan / sizeof *plan, &s->memory);
 }
 
 // ---- what a chunk needs besides the state --------------------------------------------------------------------------
@@ -274,20 +95,9 @@ static void load_keys(Scratch *s, const Call *a, i64 row, i64 start, i64 c, i64 
 // Computes e^{G_i}, e^{G_c - G_j}, e^{G_c}, and the factors of the scores, from this value head's log_decay.
 static void load_decay(Scratch *s, const Call *a, i64 row, i64 start, i64 head) {
     const i64 c = s->c, K = s->K, ldk = s->ldk;
-    if (a->decay == CHANNEL) {  // products over just the tokens they span: a reset leaves no trace behind it
-        for (i64 i = 0; i < c; i++) {
-            float *x = s->decay + i * ldk;
-            get(x, &a->log_decay, row, start + i, head, a->key_dim, K);
-            for (i64 p = 0; p < K; p += LANES) {
-                s->positive |= load(x + p) > 0;
-                store(x + p, exponential(load(x + p)));
-            }
-        }
-        scale_to(s->ER, s->decay, 1, K);
-        for (i64 i = 1; i < c; i++) times(s->ER + i * ldk, s->ER + (i - 1) * ldk, s->decay + i * ldk, K);
-        scale_to(s->last, s->ER + (c - 1) * ldk, 1, K);
-        fill(s->EW + (c - 1) * ldk, 1, K);
-        for (i64 i = c - 2; i >= 0; i--) times(s->EW + i * ldk, s->EW + (i + 1) * ldk, s->decay + (i + 1) * ldk, K);
+    if (a->decay == CHANNEL) {
+        load_channel_decay(s->decay, &a->log_decay, row, start, head, c, a->key_dim, K, ldk, &s->positive);
+        channel_factors(s->ER, s->EW, s->last, s->decay, c, K, ldk);
         return;
     }
     double sum = 0;  // in double, what follows a reset keeps its digits; e^-1000 is as much 0 as e^-inf
@@ -330,21 +140,11 @@ static void head_scores(Scratch *s, const Call *a) {
 // Readers of the rows [start, stop) about the border before them: span = e^{G_i - G_border}, reach = span q and span k.
 static void reach_back(Scratch *s, const Call *a, i64 start, i64 stop) {
     const i64 K = s->K, ldk = s->ldk;
-    for (i64 i = start; i < stop; i++) {
-        float *span = s->span + (i - start) * ldk, *decay = s->decay + i * ldk;
-        if (i == start) scale_to(span, decay, 1, K);
-        else times(span, span - ldk, decay, K);
+    span_block(s->span, s->decay, start, stop, K, ldk);
+    for (i64 i = start; i < stop; i++)
         for (int which = 0; which <= a->corrects; which++)
-            times(s->reach + (which * BLOCK + i - start) * ldk, s->X + (which * s->rows + i) * ldk, span, K);
-    }
-}
-
-// Bring the writers' factors from the border before [start, stop) to the border after it.
-static void carry_on(Scratch *s, i64 start, i64 stop) {
-    const i64 K = s->K, ldk = s->ldk;
-    for (i64 j = 0; j < start; j++) times(s->carry + j * ldk, s->carry + j * ldk, s->span + (stop - 1 - start) * ldk, K);
-    fill(s->carry + (stop - 1) * ldk, 1, K);
-    for (i64 j = stop - 2; j >= start; j--) times(s->carry + j * ldk, s->carry + (j + 1) * ldk, s->decay + (j + 1) * ldk, K);
+            times(s->reach + (which * BLOCK + i - start) * ldk, s->X + (which * s->rows + i) * ldk, s->span + (i - start) * ldk,
+                  K);
 }
 
 // Scores between blocks of 16 rows are products about the border before the reader's block; inside a block they are
@@ -381,7 +181,7 @@ static void channel_scores(Scratch *s, const Call *a) {
                 P[j] = total(p_sum), M[j] = total(m_sum);
             }
         }
-        carry_on(s, start, stop);
+        carry_on(s->carry, s->span, s->decay, start, stop, K, ldk);
     }
 }
 
@@ -440,18 +240,21 @@ static void forward_sequence(Scratch *s, const Call *a, i64 sequence, i64 key_he
     const i64 end = a->starts ? a->starts[sequence + 1] : a->t;
     i64 chunk = a->first_chunk ? a->first_chunk[sequence] : 0;
     for (i64 j = 0; j < a->group; j++)
-        get_state(s->S + j * one, s->ldv, a->state + (sequence * hv + key_head * a->group + j) * size, a, s->K);
+        get_state(s->S + j * one, s->ldv, a->state + (sequence * hv + key_head * a->group + j) * size,
+                  a->key_dim, a->value_dim, s->K);
     for (i64 start = begin; start < end; start += a->chunk, chunk++) {
         load_keys(s, a, row, start, least(a->chunk, end - start), key_head);
         if (a->decay != CHANNEL) plain_products(s, a);
         for (i64 j = 0; j < a->group; j++) {
             i64 head = key_head * a->group + j;
-            if (a->states) put_state(a->states + ((chunk * a->b + row) * hv + head) * size, s->S + j * one, s->ldv, a);
+            if (a->states) put_state(a->states + ((chunk * a->b + row) * hv + head) * size, s->S + j * one, s->ldv,
+                                     a->key_dim, a->value_dim);
             forward_chunk(s, a, row, start, head, s->S + j * one);
         }
     }
     for (i64 j = 0; j < a->group; j++)
-        put_state(a->final + (sequence * hv + key_head * a->group + j) * size, s->S + j * one, s->ldv, a);
+        put_state(a->final + (sequence * hv + key_head * a->group + j) * size, s->S + j * one, s->ldv,
+                  a->key_dim, a->value_dim);
 }
 
 // ---- backward ------------------------------------------------------------------------------------------------------
@@ -534,7 +337,7 @@ static void channel_scores_backward(Scratch *s, const Call *a) {
                 }
             }
         }
-        carry_on(s, start, stop);
+        carry_on(s->carry, s->span, s->decay, start, stop, K, ldk);
     }
     for (i64 i = 0; i < c; i++)  // G_i stands beside q_i and k_i as readers, -G_j beside k_j as a writer
         for (i64 x = 0; x < K; x += LANES) {
@@ -654,7 +457,8 @@ static void backward_sequence(Scratch *s, const Call *a, i64 sequence, i64 key_h
     const i64 end = a->starts ? a->starts[sequence + 1] : a->t;
     const i64 first = a->first_chunk ? a->first_chunk[sequence] : 0, chunks = (end - begin + a->chunk - 1) / a->chunk;
     for (i64 j = 0; j < a->group; j++)
-        get_state(s->dS + j * one, s->ldv, a->dfinal + (sequence * hv + key_head * a->group + j) * size, a, s->K);
+        get_state(s->dS + j * one, s->ldv, a->dfinal + (sequence * hv + key_head * a->group + j) * size,
+                  a->key_dim, a->value_dim, s->K);
     for (i64 n = chunks - 1; n >= 0; n--) {
         i64 start = begin + n * a->chunk;
         load_keys(s, a, row, start, least(a->chunk, end - start), key_head);
@@ -662,13 +466,15 @@ static void backward_sequence(Scratch *s, const Call *a, i64 sequence, i64 key_h
         clear(s->sums, 2 * s->rows * s->ldk);
         for (i64 j = 0; j < a->group; j++) {
             i64 head = key_head * a->group + j;
-            get_state(s->S, s->ldv, a->states + (((first + n) * a->b + row) * hv + head) * size, a, s->K);
+            get_state(s->S, s->ldv, a->states + (((first + n) * a->b + row) * hv + head) * size,
+                      a->key_dim, a->value_dim, s->K);
             backward_chunk(s, a, row, start, head, s->S, s->dS + j * one);
         }
         store_keys(s, a, row, start, key_head);
     }
     for (i64 j = 0; j < a->group; j++)
-        put_state(a->dstate + (sequence * hv + key_head * a->group + j) * size, s->dS + j * one, s->ldv, a);
+        put_state(a->dstate + (sequence * hv + key_head * a->group + j) * size, s->dS + j * one, s->ldv,
+                  a->key_dim, a->value_dim);
 }
 
 // ---- recurrent -----------------------------------------------------------------------------------------------------
@@ -742,54 +548,30 @@ static void recurrent_sequence(Scratch *s, const Call *a, i64 sequence, i64 key_
 
 // ---- threads -------------------------------------------------------------------------------------------------------
 
-enum { NO_MEMORY = 1, POSITIVE_DECAY = 2, UNSTABLE = 4 };  // bits of what is returned
-enum { WORTH_A_THREAD = 1 << 17 };  // elements of state updated: what a thread should get to be worth starting
-
 typedef void (*Work)(Scratch *, const Call *, i64 sequence, i64 key_head);
 
 typedef struct {
+    Job job;
     const Call *call;
     Work work;
     int mode;
-    atomic_llong next;
-    atomic_int failed;
-} Job;
+} Task;
 
-static void *run(void *argument) {
-    Job *job = argument;
+static int run(Job *job) {
+    const Task *task = (const Task *)job;
+    const Call *call = task->call;
     Scratch scratch;
-#if defined(__SSE2__)
-    unsigned mode = _mm_getcsr();
-    _mm_setcsr(mode | 0x8040);  // denormals are 0: beside anything else they are, and they are slow
-#endif
-    if (allocate(&scratch, job->call, job->mode)) atomic_fetch_or(&job->failed, NO_MEMORY);
-    else {
-        const i64 units = job->call->sequences * job->call->h;
-        for (i64 i; (i = atomic_fetch_add(&job->next, 1)) < units;)
-            job->work(&scratch, job->call, i / job->call->h, i % job->call->h);
-        for (int i = 0; i < LANES; i++)
-            if (scratch.positive[i]) atomic_fetch_or(&job->failed, POSITIVE_DECAY);
-        if (scratch.unstable) atomic_fetch_or(&job->failed, UNSTABLE);
-        free(scratch.memory);
-    }
-#if defined(__SSE2__)
-    _mm_setcsr(mode);
-#endif
-    return NULL;
+    if (allocate(&scratch, call, task->mode)) return NO_MEMORY;
+    for (i64 i; (i = next_unit(job)) >= 0;) task->work(&scratch, call, i / call->h, i % call->h);
+    free(scratch.memory);
+    return (any(scratch.positive) ? POSITIVE_DECAY : 0) | (scratch.unstable ? UNSTABLE : 0);
 }
 
 static int start(const Call *call, Work work, int mode) {
-    Job job = {.call = call, .work = work, .mode = mode};
-    i64 work_in_all = call->sequences * call->h * call->group * (call->starts ? 1 : call->t) * call->key_dim * call->value_dim;
-    i64 useful = mode == RECURRENT ? 1 + work_in_all / WORTH_A_THREAD : call->threads;
-    i64 helpers = least(least(call->threads, useful), call->sequences * call->h) - 1, started = 0;
-    pthread_t *threads = helpers > 0 ? malloc(helpers * sizeof *threads) : NULL;
-    for (; threads && started < helpers; started++)
-        if (pthread_create(threads + started, NULL, run, &job)) break;
-    run(&job);
-    for (i64 i = 0; i < started; i++) pthread_join(threads[i], NULL);
-    free(threads);
-    return atomic_load(&job.failed);
+    Task task = {.job = {.run = run, .units = call->sequences * call->h}, .call = call, .work = work, .mode = mode};
+    i64 tokens = call->sequences * (call->starts ? 1 : call->t);
+    i64 work_in_all = tokens * call->h * call->group * call->key_dim * call->value_dim;
+    return run_job(&task.job, mode == RECURRENT ? useful_threads(call->threads, work_in_all) : call->threads);
 }
 
 int lineate_forward(const Call *call) { return start(call, forward_sequence, FORWARD); }

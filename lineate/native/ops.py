@@ -1,6 +1,6 @@
 """The forms of the native backend: chunkwise with its backward, and recurrent for decoding."""
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,10 +8,9 @@ from torch import Tensor
 from lineate.call import Inputs, Options
 from lineate.checks import check_bounds
 from lineate.native.call import States, Tensors, dense, run
+from lineate.native.recurrent import register_recurrent
 from lineate.rule import full_precision
-from lineate.torch_ops.chunk_op import OPTIONS, Outputs, register
-from lineate.torch_ops.schema import Flat, declare_call_op
-from lineate.torch_ops.tracing import PLAIN_TENSORS, recorded
+from lineate.torch_ops.chunk_op import Outputs, register
 
 READS = ("q", "k", "v", "log_decay", "beta", "state", "cu_seqlens")
 """The tensors of a call that the C code reads."""
@@ -29,7 +28,7 @@ def _forward(inputs: Inputs, options: Options, outputs: Outputs) -> None:
 def _fill_outputs(inputs: Inputs, options: Options, outputs: Outputs, entry: str) -> None:
     assert inputs.state is not None
     output, final, states = outputs
-    written = _dense(output)
+    written = dense(output)
     run(
         entry,
         _tensors(inputs, output=written),
@@ -44,9 +43,9 @@ def _fill_outputs(inputs: Inputs, options: Options, outputs: Outputs, entry: str
 def _tensors(inputs: Inputs, output: Tensor | None = None) -> Tensors:
     """Return the tensors of a call as C reads them."""
     return Tensors(
-        _dense(inputs.q),
-        _dense(inputs.k),
-        _dense(inputs.v),
+        dense(inputs.q),
+        dense(inputs.k),
+        dense(inputs.v),
         dense(inputs.log_decay),
         dense(inputs.beta),
         output,
@@ -57,12 +56,12 @@ def _backward(
     inputs: Inputs, options: Options, states: Tensor, doutput: Tensor, dfinal: Tensor, grads: Inputs
 ) -> None:  # fmt: skip
     """Fill the gradients, from the last chunk to the first; each chunk starts from the state that entered it."""
-    written = grads.replace(state=None).map(_dense)
+    written = grads.replace(state=None).map(dense)
     with full_precision(inputs.q):
         run(
             "backward",
             _tensors(inputs)._replace(
-                doutput=_dense(doutput),
+                doutput=dense(doutput),
                 dq=written.q,
                 dk=written.k,
                 dv=written.v,
@@ -79,50 +78,14 @@ def _backward(
             x.copy_(y)
 
 
-def _dense(x: Tensor) -> Tensor:
-    found = dense(x)
-    assert found is not None
-    return found
+def _make_recurrent_outputs(inputs: Inputs, options: Options, keep: bool) -> Outputs:
+    """Return memory for the output and the final state; a recurrent form keeps no others."""
+    assert inputs.state is not None
+    return inputs.v.new_empty(inputs.v.shape), inputs.state.new_empty(inputs.state.shape), _NO_STATES
 
 
 chunkwise = register("chunkwise_native", _forward, _backward, READS)
-
-
-def _recurrent(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-    if inputs.cu_seqlens is not None:
-        check_bounds(inputs.cu_seqlens, inputs.q.shape[1])
-    assert inputs.state is not None
-    output, final = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs.v, inputs.state))
-    _fill_outputs(inputs, options, (output, final, _NO_STATES), "recurrent")
-    return output, final
-
-
-_FLAT = Flat(READS, OPTIONS)
-
-
-def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    inputs, _ = _FLAT.restore(arguments)
-    assert inputs.state is not None
-    return inputs.v.new_empty(inputs.v.shape), inputs.state.new_empty(inputs.state.shape)
-
-
-_recurrent_op = declare_call_op(
-    "recurrent_native", _FLAT, lambda *arguments: _recurrent(*_FLAT.restore(arguments)), _fake,
-    results="(Tensor, Tensor)",
-)  # fmt: skip
-
-
-def recurrent(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-    """Run token by token, without gradients: decoding. options.chunk_size must be 1.
-
-    An op costs microseconds, so it is used only while calls are recorded, and for subclasses and virtual tensors.
-    """
-    as_op = recorded()
-    if not as_op:
-        for x in inputs.tensors():  # one loop, since every token of decoding goes through it
-            if x is not None and (type(x) not in PLAIN_TENSORS or x.is_neg() or x._is_zerotensor()):
-                as_op = True
-    if as_op:
-        output, final = _recurrent_op(*_FLAT.flatten(inputs, options))
-        return output, final
-    return _recurrent(inputs, options)
+recurrent = register_recurrent(
+    "recurrent_native", partial(_fill_outputs, entry="recurrent"), READS, _make_recurrent_outputs
+)
+"""Runs token by token, without gradients: decoding. options.chunk_size must be 1."""

@@ -38,6 +38,7 @@ from lineate.forms.packing import Form, run_chunked, run_packed
 from lineate.forms.parallel import parallel
 from lineate.forms.recurrent import recurrent
 from lineate.forms.stability import watch_erasing, watch_writes
+from lineate.native import general as native_general
 from lineate.native import ops as native_ops
 from lineate.ops.key_sums import divide_by_last, with_ones
 from lineate.ops.softmax import KeyValueCache, check_cache, softmax
@@ -334,7 +335,8 @@ def attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
         q, v, shared = inputs.q, inputs.v, plan.backend == "triton"
         inputs = inputs.replace(state=empty_state(q, v, inputs.cu_seqlens, compute_dtype(v.dtype), shared=shared))
     if plan.backend == "native":
-        return Attended(*(native_ops.chunkwise if plan.form == "chunkwise" else native_ops.recurrent)(inputs, options))
+        native = native_general if rule.general else native_ops
+        return Attended(*(native.chunkwise if plan.form == "chunkwise" else native.recurrent)(inputs, options))
     by_hand = rule.general or all(name in CHUNKWISE_READS for name in rule.gates)
     if plan.form == "chunkwise" and plan.backend == "torch" and by_hand and not transformed():
         return Attended(*(general_chunkwise if rule.general else chunkwise)(inputs, options))

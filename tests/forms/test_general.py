@@ -8,55 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lineate
-from lineate.call import Inputs, Request
-from lineate.ops.rules import attend
 from lineate.rule import DIAGONAL_PLUS_LOW_RANK, GATED_DELTA_2, GATED_DELTA_PRODUCT, Rule
+from tests.support.cases import needs_native
+from tests.support.general_cases import CASES, F64, HV, IDS, B, H, K, T, V, call, drawn
 
-F64 = torch.float64
 FORMS = ("recurrent", "chunkwise", "parallel")
-B, T, H, HV, K, V = 2, 53, 2, 4, 6, 5
-
-
-def drawn(rule: Rule, decay: str, n: int = 1, *, t: int = T, hv: int = HV, seed: int = 0) -> dict[str, Tensor]:
-    """Draw float64 inputs of a rule: decays of .2 to 1 with a reset, gates over all of their ranges, a first state."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, dtype=F64)
-
-    def uniform(*size: int) -> Tensor:
-        return torch.rand(*size, generator=generator, dtype=F64)
-
-    several = (n,) if rule.writes else ()
-    inputs = {"q": normal(B, t, H, K), "k": normal(B, t, *several, H, K), "v": normal(B, t, *several, hv, V)}
-    inputs |= {name: F.normalize(inputs[name], dim=-1) for name in ("q", "k")}
-    if decay != "none":
-        log_decay = -1.6 * uniform(B, t, hv, *((K,) if decay == "channel" else ()))
-        log_decay[0, t // 3, 1] = -torch.inf
-        log_decay[:, t // 2] *= 1e-12
-        log_decay[1, t // 5, 0] = -50
-        inputs["log_decay"] = log_decay
-    if rule is GATED_DELTA_PRODUCT:
-        inputs["beta"] = 2 * uniform(B, t, n, hv)
-    if rule is GATED_DELTA_2:
-        inputs |= {"erase": 2 * uniform(B, t, hv, K), "write": uniform(B, t, hv, V)}
-    if rule is DIAGONAL_PLUS_LOW_RANK:
-        probe = F.normalize(normal(B, t, hv, K), dim=-1)
-        inputs |= {"probe": probe, "direction": probe * uniform(B, t, hv, K) + 0.1 * normal(1, 1, hv, K) * probe.abs()}
-    return inputs | {"state": normal(B, hv, K, V)}
-
-
-CASES = [
-    *((GATED_DELTA_2, decay, 1) for decay in ("head", "channel")),
-    *((DIAGONAL_PLUS_LOW_RANK, decay, 1) for decay in ("none", "head", "channel")),
-    *((GATED_DELTA_PRODUCT, decay, n) for decay, n in itertools.product(("none", "head"), (1, 2, 3))),
-]
-IDS = [f"{rule.name}-{decay}-{n}" for rule, decay, n in CASES]
-
-
-def call(rule: Rule, inputs: dict[str, Tensor], form: str = "auto", **keywords: object) -> lineate.Attended:
-    tensors = {name: inputs.get(name) for name in Inputs.NAMES}
-    return attend(rule, Inputs.of(tensors), Request(form=form, **keywords))
 
 
 def published(rule: Rule, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -352,8 +308,16 @@ def test_wrong_arguments_are_named(changes, rule, message):
     assert str(caught.value).startswith(message)
 
 
+@needs_native
 @pytest.mark.parametrize(("rule", "decay", "n"), CASES, ids=IDS)
 def test_explain_names_the_rule(rule, decay, n):
     inputs = drawn(rule, decay, n)
     plan = lineate.explain(**inputs)
     assert (plan.rule, plan.form, plan.backend) == (rule.name, "chunkwise", "torch")
+    assert "because the native backend computes in float32, got float64 inputs" in plan.reason
+    inputs = {name: x.float() for name, x in inputs.items()}
+    plan = lineate.explain(**inputs)
+    assert (plan.form, plan.backend, plan.chunk_size) == ("chunkwise", "native", 32 // n)  # 32 writes
+    token = {name: x if name == "state" else x[:, :1] for name, x in inputs.items()}
+    plan = lineate.explain(**token)
+    assert (plan.rule, plan.form, plan.backend) == (rule.name, "recurrent", "native")

@@ -25,6 +25,7 @@ from lineate.native.product import combine
 from lineate.native.product import product as multiply
 from lineate.quantised import quantize, rounded_activations
 from tests.support.cases import NATIVE_OBSTACLE, ROWS, Shape, bounds, convert, draw
+from tests.support.general_cases import CASES, call, drawn, narrow
 
 SANITIZE = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
 """The compiler's flags (at -O3 gcc takes minutes)."""
@@ -52,6 +53,24 @@ def check_rules() -> None:
             leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
             output, state = row.op(**leaves, form="chunkwise", chunk_size=chunk, **options)
             torch.autograd.grad((output.float().sum() + state.sum()), list(leaves.values()))
+
+
+def check_general_rules() -> None:
+    """Run the rules of the general row in the same ways."""
+    shapes = [(shape, None) for shape in SHAPES] + [(Shape(1, sum(TEXTS), 2, 4, 6, 5), TEXTS)]
+    for (rule, decay, n), (shape, texts), dtype in product(CASES, shapes, (torch.float32, torch.bfloat16)):
+        given = narrow(drawn(rule, decay, n, shape=shape), dtype)
+        if texts is not None:
+            given["state"] = given["state"].repeat(len(texts), 1, 1, 1)
+        given = {name: x if name == "state" else with_gaps(x) for name, x in given.items()}
+        packed = {} if texts is None else {"cu_seqlens": bounds(texts)}
+        call(rule, given | packed, "recurrent", backend="native")
+        for chunk in (1, 16, 40):
+            leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
+            result = call(
+                rule, leaves | packed, "chunkwise", backend="native", chunk_size=chunk, normalize_qk=chunk == 16
+            )
+            differentiate(result, list(leaves.values()))
 
 
 def with_gaps(x: Tensor) -> Tensor:
@@ -137,6 +156,7 @@ if __name__ == "__main__":
     for threads in (1, 3):
         torch.set_num_threads(threads)
         check_rules()
+        check_general_rules()
         check_layers()
         check_products()
         check_quantised_weights()
