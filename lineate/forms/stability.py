@@ -54,7 +54,7 @@ def watch_erasing(inputs: Inputs, options: Options) -> None:
 
 
 def warn_erasing(inputs: Inputs, options: Options) -> None:
-    """Warn as watch_erasing does, whatever was looked at before."""
+    """Warn as watch_erasing does, however many tokens were checked before."""
     k, erase, probe, direction = (x if x is None else x.detach() for x in _erasing(inputs))
     assert k is not None
     if options.rule.writes and inputs.beta is not None:

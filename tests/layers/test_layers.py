@@ -13,6 +13,8 @@ from lineate.layers import (
     DeltaNet,
     GatedAttention,
     GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaProduct,
     GatedLinearAttention,
     GatedRMSNorm,
     KimiDeltaAttention,
@@ -43,6 +45,9 @@ MIXERS = {
     "mamba, norm first": lambda: Mamba2(
         HIDDEN, 4, head_dim=6, state_dim=8, conv_bias=False, gate_first=False, step_least=0.05, step_most=0.3
     ),
+    "gdn2": lambda: GatedDeltaNet2(HIDDEN, 2, **SIZES, decay_rank=5, gate_rank=7, beta_scale=2.0),
+    "product": lambda: GatedDeltaProduct(HIDDEN, 2, **SIZES, writes=3, beta_scale=2.0),
+    "product, no decay": lambda: GatedDeltaProduct(HIDDEN, 2, **SIZES, writes=2, forgets=False),
     "rwkv": lambda: RWKV7(HIDDEN, 3, 8, value_dim=5, decay_rank=5, rate_rank=7, value_rank=0, gate_rank=4),
     "gated delta, bounded": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, gate_lower_bound=-5.0),
     "kimi, full rank": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, decay_rank=0, gate_rank=0),

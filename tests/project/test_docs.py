@@ -160,7 +160,7 @@ def test_the_programs_of_contributing_md(unregistered):
     b, t, n, h, d = 2, 7, 3, 2, 4
     q, (k, v) = torch.randn(b, t, h, d).double(), torch.randn(2, b, t, n, h, d).double()
     log_decay, beta = -torch.rand(b, t, h).double(), 2 * torch.rand(b, t, n, h).double()
-    output, state = names["gated_delta_product"](q, k, v, log_decay, beta)
+    output, state = names["interleaved_product"](q, k, v, log_decay, beta)
     S, unit = torch.zeros(b, h, d, d).double(), normalize(k)
     for i in range(t):
         S = log_decay[:, i].exp()[..., None, None] * S
