@@ -20,6 +20,7 @@ import torch
 import lineate
 from bench import timing
 from bench.rules import contestants as c
+from bench.rules import general as g
 from bench.rules import plot
 from bench.rules.tables import Bench, Calls, Measured, pivot
 from lineate.dispatch import RECURRENT_UP_TO
@@ -137,6 +138,23 @@ def scaling(bench: Bench) -> None:
         "scaling", "Scaling with length, forward", lambda key: f"t {key.t}", lambda key: f"{key.rule} {key.who}",
         "gdn lineate",
     )  # fmt: skip
+
+
+def general(bench: Bench) -> None:
+    """Time the rules of the general row next to two of the five rules."""
+    calls: Calls = {}
+    for what, t in (("forward", T), (TRAIN, T), ("step", 1)):
+        for rule in ("gdn", "kda"):
+            x = c.make_inputs(rule, t, with_state=what == "step")
+            calls[Measured(rule, "lineate", what, t)] = contestant("lineate", TRAIN if what == TRAIN else "forward", x)
+        for rule in g.OPS:
+            given = g.make_inputs(rule, t, with_state=what == "step")
+            make = g.forward_backward if what == TRAIN else g.forward
+            calls[Measured(rule, "lineate", what, t)] = make(rule, given, "auto")
+            calls[Measured(rule, "lineate torch", what, t)] = make(rule, given, "torch")
+    bench.time("general", calls)
+    title = f"The general row, {BASE}; a step is one token"
+    bench.show("general", title, lambda key: f"{key.rule} {key.what}", lambda key: key.who, "lineate")
 
 
 def chunk(bench: Bench) -> None:
@@ -257,7 +275,7 @@ def targets(bench: Bench) -> list[dict[str, Any]]:
 
 TABLES = {
     "prefill": prefill, "decode": decode, "memory": memory, "scaling": scaling, "chunk": chunk, "short": short,
-    "dtype": dtype, "shapes": shapes, "import": import_time,
+    "dtype": dtype, "shapes": shapes, "general": general, "import": import_time,
 }  # fmt: skip
 
 
