@@ -41,11 +41,10 @@ def check_inputs(rule: Rule, inputs: Inputs) -> None:
     if "beta" in rule.gates:
         _check_tensor("beta", beta, q, missing=f"to write at full rate pass torch.ones{(b, t, hv)}")
         assert beta is not None
-        shape = tuple(v.shape[:-1])  # b t hv, or b t n hv
-        wide = [] if rule.writes else [(*shape, value_dim)]
-        if tuple(beta.shape) not in (shape, *wide):
-            wanted = f"(b, t, n, hv) = {shape}" if rule.writes else f"(b, t, hv) = {shape} or (b, t, hv, v) = {wide[0]}"
-            hint = _gate_hint("beta", beta, [shape, *wide])
+        shape, wide = tuple(v.shape[:-1]), (b, t, hv, value_dim)  # b t hv, or b t n hv
+        if beta.shape != v.shape[:-1] and (rule.writes or tuple(beta.shape) != wide):
+            wanted = f"(b, t, n, hv) = {shape}" if rule.writes else f"(b, t, hv) = {shape} or (b, t, hv, v) = {wide}"
+            hint = "" if rule.writes else _gate_hint("beta", beta, [shape, wide])
             raise ValueError(f"beta must have shape {wanted}, got {tuple(beta.shape)}{hint}")
     _check_other_gates(rule, inputs)
 

@@ -135,11 +135,19 @@ def _general(given: dict[str, Any]) -> int:
     return sum(heads.chunkwise(n, given.get("chunk_size", CHUNK)) for n in _lengths(given))
 
 
+def _general_in_torch_chunks(given: dict[str, Any]) -> int:
+    return _general({**given, "chunk_size": CHUNK})
+
+
 def _in_torch_chunks(given: dict[str, Any]) -> int:
     return _chunkwise({**given, "chunk_size": CHUNK})
 
 
 def _recurrent(given: dict[str, Any]) -> int:
+    row, k, v = row_of(given["rule"]), given["k"], given["v"]
+    if row.general:  # one comparison a write, and one read a token
+        writes = k.shape[2] if row.writes else 1
+        return sum(_lengths(given)) * 2 * (1 + writes) * v.shape[-2] * k.shape[-1] * v.shape[-1]
     return _heads(given).recurrent(sum(_lengths(given)))
 
 
@@ -152,6 +160,9 @@ _COUNTS: dict[str, Callable[[dict[str, Any]], int]] = {
     "chunkwise_backward": _twice(_chunkwise),
     "chunkwise_general": _general,
     "chunkwise_general_backward": _twice(_general),
+    "chunkwise_general_native": _general_in_torch_chunks,
+    "chunkwise_general_native_backward": _twice(_general_in_torch_chunks),
+    "recurrent_general_native": _recurrent,
     "chunkwise_native": _in_torch_chunks,
     "chunkwise_native_backward": _twice(_in_torch_chunks),
     "chunkwise_triton": _in_torch_chunks,

@@ -224,7 +224,7 @@ def test_a_second_derivative_is_refused(path, kernels):
         dq.sum().backward()
 
 
-@pytest.mark.cover
+@pytest.mark.slow
 @paths
 def test_compiled(path, kernels):
     case = Case((5, 7, 6), t=5, h=1, clip=1.5)

@@ -257,7 +257,7 @@ def test_every_parameter_is_trained(recompute):
                                rtol=1e-5, atol=1e-7)  # fmt: skip
 
 
-@pytest.mark.cover
+@pytest.mark.slow
 def test_the_model_is_compiled_in_one_graph():
     """Carried values do not break the graph, and have gradients there."""
     model, ids = made(small(), torch.float32), ids_of(12, 31)

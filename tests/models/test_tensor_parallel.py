@@ -481,7 +481,7 @@ def test_the_number_of_ranks_that_is_advised_can_share_the_model(name: str) -> N
 
 
 def test_every_letter_can_be_shared_out() -> None:
-    for letter in letters():
+    for letter in letters().replace("V", ""):  # RWKV-7 has no ranks
         assert rank_config(replace(BASE, pattern=letter), 2).letters == letter * 2
 
 

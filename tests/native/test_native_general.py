@@ -157,7 +157,7 @@ def test_the_future_of_its_own_chunk_changes_no_output(rule, decay, n):
     assert torch.equal(first[:, :21], second[:, :21])
 
 
-@pytest.mark.cover
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "decay", "n"), [CASES[4], CASES[-2]], ids=[IDS[4], IDS[-2]])
 def test_compiled_in_one_graph(rule, decay, n):
     inputs = narrow(drawn(rule, decay, n), torch.float32)

@@ -166,7 +166,11 @@ def test_the_general_row_is_counted_as_its_products(case: str) -> None:
     else:
         tensors |= {x: 0.3 * torch.randn(2, 70, 2, 8) for x in ("probe", "direction")}
     given = {x: y for x, y in tensors.items() if x != "state"}
-    found = count(lambda: getattr(lineate, name)(**given, state=tensors["state"], form="chunkwise", chunk_size=32))
+    found = count(
+        lambda: getattr(lineate, name)(
+            **given, state=tensors["state"], form="chunkwise", chunk_size=32, backend="torch"
+        )
+    )
     inputs = Inputs(**tensors)
     options = Options(rule, 1.0, chunk_size=32)
     one = inputs.replace(v=inputs.v[:, :, 0]) if rule.writes else inputs

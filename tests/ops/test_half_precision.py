@@ -312,7 +312,8 @@ def test_a_model_has_no_products_of_16_bit(config, dtype, path, request):
         run_all(model, ids)
     assert recorder.products > 10
     assert recorder.found == set()
-    assert all(x.grad is not None and x.grad.isfinite().all() for x in model.parameters())
+    learned = [x for x in model.parameters() if x.requires_grad]  # the decays of retention are constants
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in learned)
 
 
 @models

@@ -91,6 +91,7 @@ def sizes_of(found, config):
     return linear, experts
 
 
+@pytest.mark.slow
 def test_the_rate_of_loading(tmp_path, monkeypatch, capsys):
     def little(self: Layout, gigabytes: float):
         config = preset(self.preset)

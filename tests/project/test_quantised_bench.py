@@ -120,7 +120,7 @@ def run(monkeypatch, *arguments: str) -> None:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.cover
+@pytest.mark.slow
 def test_a_whole_run(files, tmp_path, monkeypatch, capsys):
     found = tmp_path / "found.json"
     options = {

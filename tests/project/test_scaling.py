@@ -25,7 +25,7 @@ def page() -> str:
     return (ROOT / "docs" / "scaling.md").read_text()
 
 
-@pytest.mark.cover
+@pytest.mark.slow
 def test_the_document_has_these_tables() -> None:
     assert [name for name, table in tables().items() if table not in page()] == []
 

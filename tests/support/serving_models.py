@@ -42,7 +42,7 @@ PATTERNS = {
     "SSA": replace(CONFIG, pattern="SSA", n_layers=3),
     "VVA": replace(CONFIG, pattern="VVA", n_layers=3),
     "EA": replace(CONFIG, pattern="EA", n_layers=2),
-    "UYA": replace(CONFIG, pattern="UYA", n_layers=3),
+    "UJA": replace(CONFIG, pattern="UJA", n_layers=3),
     "HOA": replace(CONFIG, pattern="HOA", n_layers=3, linear=LinearConfig(2, 4, 16, 16, rope_theta=100.0)),
     "attention alone": replace(CONFIG, pattern="A", n_layers=2),
 }

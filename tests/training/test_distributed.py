@@ -183,7 +183,7 @@ def assert_same(found, expected):
             assert found[name] == x and type(found[name]) is type(x), name
 
 
-@pytest.mark.cover
+@pytest.mark.slow
 @pytest.mark.parametrize("saved, loaded", [
     ((2, "full"), [(1, "none")]),
     pytest.param((4, "full"), [(1, "none"), (2, "full")], marks=pytest.mark.slow),

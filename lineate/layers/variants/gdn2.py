@@ -99,7 +99,7 @@ class GatedDeltaNet2(LinearMixer):
 
 GATED_DELTA_2_KIND = register(
     MixerKind(
-        letter="Y",
+        letter="J",
         name="gated_delta_rule_2",
         label="Gated DeltaNet-2",
         short="gdn2",
