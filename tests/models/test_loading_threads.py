@@ -322,6 +322,32 @@ def test_numbers_that_cannot_be_rounded_name_their_tensor(folders, several, tmp_
             HybridLM.from_pretrained(tmp_path, progress=False, weights=form)
 
 
+@pytest.mark.parametrize("begins", [True, False])
+def test_an_interrupt_while_a_thread_starts(begins, several, tmp_path, monkeypatch):
+    """The second thread begins after its start was interrupted, or never."""
+    begin, begun = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        if not thread.name.startswith("lineate-loading"):
+            return begin(thread)
+        begun.append(thread)
+        if len(begun) < 2:
+            return begin(thread)
+        if begins:
+            later = threading.Timer(0.05, begin, [thread])
+            begin(later)
+        raise KeyboardInterrupt
+
+    model, plan = Some(100), some(tmp_path, {}, 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        patch.setattr(threads, "INTERRUPTED_SECONDS", 10.0 if begins else 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            load(model, plan, Checkpoint.open(tmp_path), torch.float32, "cpu")
+    assert len(begun) == 2 and (begun[1].ident is not None) == begins
+    assert untouched(model)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_an_interrupt_ends_all_threads(device, several, tmp_path):
     interrupted = threading.Event()

@@ -7,6 +7,7 @@ number of threads. The threads share the cores that torch computes on.
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -27,6 +28,8 @@ THREADS_BY_COLUMNS = 2
 """The most threads that read a checkpoint with tensors that are read by columns: each keeps some of them in memory."""
 THREAD_BYTES = PART_BYTES
 """The bytes of a checkpoint for each of which there is a thread."""
+INTERRUPTED_SECONDS = 1.0
+"""How long a thread whose start was interrupted is waited for, because it may begin later than that."""
 HELD_BYTES = 2**27
 """The most bytes besides the model that the units of all threads have in memory, unless one unit alone has more."""
 HELD_BYTES_GPU = 2**30
@@ -71,9 +74,11 @@ def run_units(
                 queue.work(checkpoint.read_by(reader, kept))
 
     threads = [threading.Thread(target=work, name=f"lineate-loading-{i}", daemon=True) for i in range(count)]
+    begun = 0
     try:
         try:
             for thread in threads:
+                begun += 1
                 thread.start()
             for _ in threads:
                 started.acquire()
@@ -82,7 +87,7 @@ def run_units(
         queue.wait(count)
     finally:
         queue.stop()
-        alive = [thread for thread in threads if thread.ident is not None]
+        alive = _started(threads[:begun])
         queue.wait(len(alive))  # an interrupt amid Thread.join would count a thread as ended (bpo-45274)
         for thread in alive:
             thread.join()
@@ -90,6 +95,14 @@ def run_units(
         if after is not None:
             _release_buffers()
     queue.raise_first()
+
+
+def _started(threads: Sequence[threading.Thread]) -> list[threading.Thread]:
+    """Return those of these threads that run or have run; `start` of the last one may have been interrupted."""
+    until = time.monotonic() + INTERRUPTED_SECONDS
+    while threads and threads[-1].ident is None and time.monotonic() < until:
+        time.sleep(0.001)  # it may have been begun, and not know its number yet
+    return [thread for thread in threads if thread.ident is not None]
 
 
 def thread_count(units: Sequence[Unit], checkpoint: Checkpoint, device: torch.device) -> int:
