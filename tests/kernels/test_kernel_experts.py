@@ -159,7 +159,10 @@ def test_what_routing_supports():
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize(
     ("rows", "width", "count", "size"),
-    [(1, 1, 1, 16), (5, 3, 40, 16), (64, 2, 7, 8), (90, 3, 5, 2), (800, 3, 37, 32), (800, 3, 37, 48)],
+    [
+        *((1, 1, 1, 16), (5, 3, 40, 16), (64, 2, 7, 8), (90, 3, 5, 2)),
+        *((800, 3, 37, 32), (800, 3, 37, 48), (9000, 8, 37, 128)),
+    ],
 )
 def test_groups_hold_every_pair_once(path, rows, width, count, size):
     generator = torch.Generator().manual_seed(rows)
@@ -179,7 +182,7 @@ def test_groups_hold_every_pair_once(path, rows, width, count, size):
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize(("rows", "count"), [(1, 3), (700, 37)])
+@pytest.mark.parametrize(("rows", "count"), [(1, 3), (700, 37), (24000, 37)])
 def test_pairs_are_sorted_as_by_torch(path, rows, count):
     chosen = torch.randint(0, count, (rows, 3), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     order, back, ends = (x.cpu().long() for x in grouping.sort(chosen.to(path.device), count))
