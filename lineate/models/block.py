@@ -14,7 +14,7 @@ from lineate.layers import Carried, ChannelMix, LayerState, Memory, MixtureOfExp
 from lineate.layers.entry import check_result
 from lineate.layers.feed import make_feed as make_dense
 from lineate.layers.registry import check_made
-from lineate.layers.step.launches import Mixed, feed_step, is_step, mix_step, runs_steps
+from lineate.layers.step.launches import Mixed, feed_step, is_step, mix_step, runs_steps, sum_and_norm
 from lineate.layers.trail import Trail, trail, trail_each
 from lineate.models.config import HybridConfig
 from lineate.models.scaling import make_norm
@@ -111,10 +111,9 @@ class Block(nn.Module):
         if not self._in_steps or self.ranks is not None or not runs_steps(x):
             return self._around(x, lambda y: trail(self.mixer, y, state, keep))
         y, kept = trail(self.mixer, self.mixer_norm(x), state, keep)
-        x = x + y
         if self.feed is None or self.feed_norm is None:
-            return x, kept
-        return self._feed_tokens(x), kept
+            return x + y, kept
+        return self._feed_tokens(x, y), kept
 
     def _trail_each(self, x: Tensor, state: LayerState, carried: Carried | None) -> tuple[Tensor, Trail]:
         """Run the whole block token by token."""
@@ -172,11 +171,11 @@ class Block(nn.Module):
         """Run mix and feed (None: the feed-forward), each with norm and residual; return what mix keeps, too."""
         y, kept = mix(self._entered(x if self.norm_after else self.mixer_norm(x)))
         y = self._left(y)
+        if type(self.feed) is MixtureOfExperts and self._in_steps and self.ranks is None and runs_steps(x):
+            return self._feed_tokens(x, y), kept
         x = self._added(x, self.mixer_norm(y) if self.norm_after else y)
         if self.feed is None or self.feed_norm is None:
             return x, kept
-        if type(self.feed) is MixtureOfExperts and self._in_steps and self.ranks is None and runs_steps(x):
-            return self._feed_tokens(x), kept
         y = self._left((feed or self.feed)(self._entered(x if self.norm_after else self.feed_norm(x))))
         return self._added(x, self.feed_norm(y) if self.norm_after else y), kept
 
@@ -201,11 +200,12 @@ class Block(nn.Module):
         assert self.feed is not None and self.feed_norm is not None
         return x + self.feed(self.feed_norm(x))
 
-    def _feed_tokens(self, x: Tensor) -> Tensor:
-        """Run run_feed on a GPU, each token of x `b t hidden` as a row of a step where that has few launches."""
+    def _feed_tokens(self, x: Tensor, y: Tensor) -> Tensor:
+        """Run run_feed on x + y `b t hidden` on a GPU, each token as a row of a step where that has few launches."""
         assert self.feed is not None and isinstance(self.feed_norm, RMSNorm)
-        fed = feed_step(self.feed_norm, self.feed, x.flatten(0, 1)[:, None])
-        return self.run_feed(x) if fed is None else fed.view_as(x)
+        total, normed = sum_and_norm(self.feed_norm, x.flatten(0, 1), y.flatten(0, 1))
+        fed = feed_step(self.feed_norm, self.feed, total[:, None], normed)
+        return self.run_feed(total.view_as(x)) if fed is None else fed.view_as(x)
 
     def _added(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y if self.residual_scale == 1 else x + self.residual_scale * y

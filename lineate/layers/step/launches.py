@@ -115,6 +115,17 @@ def feed_step(norm: RMSNorm, feed: nn.Module, x: Tensor, normed: Tensor | None =
     return total[:, None]
 
 
+def sum_and_norm(norm: RMSNorm, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return x + y `rows hidden`, where runs_steps, and its norm, if one launch computes both."""
+    from lineate.kernels.layers import products  # triton, at its first use
+
+    alike = x.dtype == y.dtype and x.shape[1] <= products.WIDEST
+    if len(x) == 1 or not alike or not _are_bare(norm):
+        return x + y, None
+    around = (norm.weight, norm.eps, norm.zero_centred)
+    return products.add_and_norm(x.contiguous(), y.contiguous()[None], around)
+
+
 def _linear_step(
     norm: RMSNorm, mixer: LinearMixer, spec: StepSpec, x: Tensor, state: Memory
 ) -> tuple[Tensor, LayerState] | None:
