@@ -3,7 +3,7 @@
     python -m bench.models.flagships [--models NAMES] [--weights FORMATS] [--only PARTS] [--json FILE] [--profile]
 
 Parts: decode (one row after 4,096, 32,768 and 131,072 tokens; 64 and 256 rows after 512), prefill (4,096, 32,768 and
-131,072 tokens in one call, which the model reads in pieces of 16,384), pieces (131,072 tokens in calls of 8,192),
+131,072 tokens in one call, which the model reads in pieces of 32,768), pieces (131,072 tokens in calls of 8,192),
 million (reading 1,048,576 tokens in calls of 16,384, and decoding after them). A bound counts the least bytes at the
 card's bandwidth, or the least operations at its matrix rate, whichever takes longer; where experts are chosen, every
 token chooses at random.

@@ -9,9 +9,9 @@ from lineate.layers import MixtureOfExperts, TokenCache
 from lineate.models.nbytes import weights_nbytes
 from lineate.models.state import ModelState
 
-PIECE = 16384
+PIECE = 32768
 """The most tokens of a piece, of all rows together: enough for the matrix rate of a GPU, also where each token goes to
-8 of 256 experts, and few enough for about 2 GB of activations."""
+8 of 256 experts, and few enough for 4 GB of activations."""
 SMALLEST = 4096
 """The fewest tokens of a piece, where memory is short."""
 SHARE = 8

@@ -12,6 +12,7 @@ from lineate.layers import Memory
 from lineate.models import HybridConfig, hybrid, reading
 from lineate.models.config import AttentionConfig, FeedConfig, LatentConfig, LinearConfig
 from lineate.models.nbytes import weights_nbytes
+from lineate.models.reading import PIECE
 from lineate.models.state import ModelState
 from tests.support.small_models import EXPERTS, random_model
 
@@ -153,11 +154,11 @@ def test_the_size_of_a_piece_follows_the_memory(monkeypatch: pytest.MonkeyPatch)
         return reading.piece_of(ids, model.layers, [model.embed], alone=alone)  # type: ignore[arg-type]
 
     with torch.no_grad():
-        assert piece(100000, 1e6) == piece(16385, 16384) == 16384 and piece(16384, 16384) is None
-        assert piece(100000, 16383) == 8192 and piece(8192, 16383) is None
+        assert piece(100000, 1e6) == piece(PIECE + 1, PIECE) == PIECE and piece(PIECE, PIECE) is None
+        assert piece(100000, PIECE - 1) == PIECE // 2 and piece(PIECE // 2, PIECE - 1) is None
         assert piece(100000, 10) == 4096 and piece(4096, 10) is None
-        assert piece(100000, 10, alone=False) == 16384, "other ranks may have another card"
-    assert piece(100000, 16383) is None, "gradients need the activations of all tokens"
+        assert piece(100000, 10, alone=False) == PIECE, "other ranks may have another card"
+    assert piece(100000, PIECE - 1) is None, "gradients need the activations of all tokens"
 
 
 @pytest.mark.gpu

@@ -166,7 +166,7 @@ def test_pieces_of_a_prompt_read_the_weights_again():
     assert estimate_prefill(plan, H200, 1, 65536, PIECE) == whole, "a call reads so many at a time"
     name = "bytes of weights in bfloat16"
     one = prefill_terms(plan, 1, PIECE)[name]
-    assert prefill_terms(plan, 1, 65536)[name] == prefill_terms(plan, 4, 16384)[name] == 4 * one
+    assert prefill_terms(plan, 1, 4 * PIECE)[name] == prefill_terms(plan, 4, PIECE)[name] == 4 * one
     assert estimate_prefill(plan, H200, 1, 65536, 4096).seconds > whole.seconds
     with pytest.raises(ValueError, match="piece must be a whole number of at least 1, got 0"):
         estimate_prefill(plan, H200, 1, 65536, 0)
