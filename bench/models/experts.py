@@ -2,13 +2,16 @@
 
     python -m bench.models.experts [--json FILE] [--shapes qwen kimi] [--rows 1 8 64] [--forms bfloat16 int8] [--parts]
     python -m bench.models.experts --tune [--rows 1 64 256 4096] [--json FILE]
+    python -m bench.models.experts --step [--shapes qwen kimi] [--json FILE]
 
 The shapes are those of Qwen3.5-35B-A3B and Kimi-Linear-48B with random weights. Up to 64 rows, several calls with
 different tokens are replayed in one CUDA graph, so that the chosen weights are not in the L2 cache; with more rows
 calls are timed without a graph, as prompts are read. `bound` is the time of reading each touched weight once at
 4.8 TB/s, or of the products at 790 TFLOP/s if that is longer. `error` is that of the output against float32 with the
 same experts.
---parts times each launch alone, and --tune tries configurations of the two products.
+--parts times each launch alone, and --tune tries configurations of the two products. --step times x + layer(norm(x)) of
+one row in bfloat16, as a decoding step computes it, with the second product and the sum in one launch and in two, by
+turns.
 """
 
 import argparse
@@ -20,14 +23,16 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from bench.models.quantised_gpu import median_ms, random_weight
 from bench.timing import show
-from lineate.layers import MixtureOfExperts
+from lineate.layers import MixtureOfExperts, RMSNorm
 from lineate.layers.gpu import coded, overlapping
+from lineate.layers.step.launches import feed_step
 from lineate.models import HybridConfig, preset
 from lineate.quantised import QuantisedWeight
 from lineate.quantised.weight import kept_nbytes
@@ -277,6 +282,28 @@ def measure_parts(shape: str, rows: int, rounds: int) -> dict[str, Any]:
     return {"shape": shape, "rows": rows, "us": found}
 
 
+@torch.no_grad()
+def measure_step(shape: str, rounds: int, turns: int = 3) -> dict[str, Any]:
+    """Return the microseconds of x + layer(norm(x)) of one row, and the largest relative difference of the results."""
+    from lineate.kernels.layers import experts
+
+    layer = LAYERS(shape, "bfloat16")
+    norm = RMSNorm(layer.experts_down.shape[1]).to("cuda", torch.bfloat16)
+    calls = [partial(feed_step, norm, layer, x[:, None]) for x in tokens_of(layer, 1)]
+    us: dict[str, list[float]] = {"together": [], "apart": []}
+    results = {}
+    for _ in range(turns):
+        for name, bytes_of_a_thread in (("together", experts.LOADED), ("apart", 0)):
+            with mock.patch.object(experts, "LOADED", bytes_of_a_thread):
+                us[name].append(microseconds(calls, rounds, True))
+                results[name] = [call() for call in calls]
+    pairs = zip(results["together"], results["apart"], strict=True)
+    differs = max(float((x - y).float().norm() / y.float().norm()) for x, y in pairs)
+    found = {"shape": shape, "rows": 1, "us": us, "difference": differs}
+    print(found, flush=True)
+    return found
+
+
 def configurations(rows: int, first: bool) -> Iterator[dict[str, Any]]:
     """Yield configurations of a product that may be the best for a number of rows."""
     from lineate.kernels.layers.mixture import tile
@@ -379,6 +406,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--new", action="store_true", help="leave out torch's path")
     parser.add_argument("--parts", action="store_true", help="time each launch alone, in bfloat16")
     parser.add_argument("--tune", action="store_true", help="try configurations of the products")
+    parser.add_argument("--step", action="store_true", help="time one row of a decoding step, in both ways")
     parser.add_argument("--compile", action="store_true", help="with --tune: only compile them")
     return parser.parse_args()
 
@@ -387,6 +415,9 @@ def main() -> None:
     args = parse()
     found: list[dict[str, Any]] = []
     for shape in args.shapes:
+        if args.step:
+            found.append(measure_step(shape, args.rounds))
+            continue
         if args.tune or args.parts:
             for rows in args.rows:
                 if args.parts:
@@ -401,7 +432,7 @@ def main() -> None:
         for form, rows in itertools.product(args.forms, args.rows):
             found.append(measure(shape, form, rows, args.rounds, not args.new))
             print(found[-1], flush=True)
-    if not (args.tune or args.parts):
+    if not (args.tune or args.parts or args.step):
         table = [
             [r["shape"], r["form"], str(r["rows"]), *(f"{r[x]:.1f}" if r[x] else "-" for x in ("old", "new", "bound")),
              f"{r['old'] / r['new']:.2f}x" if r["old"] and r["new"] else "-",

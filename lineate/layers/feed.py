@@ -173,8 +173,8 @@ class MixtureOfExperts(nn.Module):
         return x + self.run_in_torch(tokens) if y is None else y
 
     def after(self, norm: RMSNorm, x: Tensor) -> Tensor | None:
-        """Return self(norm(x)) of one row x `1 hidden` on a GPU, the norm in the first launch; None if it cannot be."""
-        return self._run_in_place(x, norm=norm)
+        """Return x + self(norm(x)) of one row x `1 hidden` on a GPU, the norm in the first launch; None: not served."""
+        return self._run_in_place(x, x, norm)
 
     def run_in_torch(self, tokens: Tensor) -> Tensor:
         """Return the layer's output for tokens `n hidden`, with gradients if they are wanted."""

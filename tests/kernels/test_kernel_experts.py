@@ -153,45 +153,6 @@ def test_what_routing_supports():
         assert not routing.fits(how, count)
 
 
-# ---- grouping
-
-
-@pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize(
-    ("rows", "width", "count", "size"),
-    [
-        *((1, 1, 1, 16), (5, 3, 40, 16), (64, 2, 7, 8), (90, 3, 5, 2)),
-        *((800, 3, 37, 32), (800, 3, 37, 48), (9000, 8, 37, 128)),
-    ],
-)
-def test_groups_hold_every_pair_once(path, rows, width, count, size):
-    generator = torch.Generator().manual_seed(rows)
-    chosen = torch.randint(0, count, (rows, width), generator=generator, dtype=torch.int32).to(path.device)
-    blocks, members, kept, _ = grouping.group(chosen, count, size)
-    flat, members = chosen.flatten().cpu(), members.cpu()
-    assert kept == size and len(blocks) == grouping.most_blocks(rows * width, count, size)
-    used = [e for e in blocks.tolist() if e >= 0]
-    assert used == sorted(used) and blocks.tolist() == used + [-1] * (len(blocks) - len(used))
-    found: dict[int, list[int]] = {e: [] for e in used}
-    for e, own in zip(used, members.tolist(), strict=False):
-        inside = [i for i in own if i >= 0]
-        assert inside and own == inside + [-1] * (size - len(inside)), "pairs come first"
-        assert len(found[e]) % size == 0, "a block before the last one of an expert is full"
-        found[e] += inside
-    assert found == {e: (flat == e).nonzero()[:, 0].tolist() for e in sorted(set(flat.tolist()))}
-
-
-@pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize(("rows", "count"), [(1, 3), (700, 37), (24000, 37)])
-def test_pairs_are_sorted_as_by_torch(path, rows, count):
-    chosen = torch.randint(0, count, (rows, 3), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
-    order, back, ends = (x.cpu().long() for x in grouping.sort(chosen.to(path.device), count))
-    flat = chosen.flatten().long()
-    assert torch.equal(order, flat.sort(stable=True)[1])
-    assert torch.equal(order[back], torch.arange(len(flat)))
-    assert torch.equal(ends, flat.bincount(minlength=count).cumsum(0))
-
-
 # ---- products
 
 
@@ -333,8 +294,99 @@ def test_no_row_changes_the_bits_of_another(path):
     x = draw(path, 21, 72)
     found = mixture.mix(x, router, made)
     assert torch.equal(found, mixture.mix(x, router, made)), "the bits changed"
-    for rows in ((0,), (20,), (3, 4), tuple(range(20, 2, -1))):
+    for rows in ((0, 20), (3, 4), tuple(range(20, 2, -1))):
         assert torch.equal(mixture.mix(x[list(rows)], router, made), found[list(rows)]), rows
+    for row in (0, 20):  # one row has a product of its own
+        assert_near(mixture.mix(x[row, None], router, made), found[row, None], path.dtype)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
+@pytest.mark.parametrize(("hidden", "size"), [(72, 20), (600, 24), (64, 70)])
+def test_the_second_product_of_one_row(path, kind, hidden, size, monkeypatch):
+    """It is one launch with the weighted sum and the residual; without room in the registers, there are two."""
+    monkeypatch.setattr(experts, "LOADED", 2**14)  # as many channels of a program as the device has work for
+    layer = layer_of(path, hidden, size, kind=kind, shared_size=size, shared_gate=True, scores="sigmoid")
+    router, made = parts_of(layer)
+    x = draw(path, 1, hidden)
+    expected = plain(layer, x, *chosen_by(layer, x))
+    assert mixture.takes_row(made, ACTIVE)
+    found = mixture.mix(x, router, made)
+    assert_near(found, expected, path.dtype)
+    assert torch.equal(mixture.mix(x, router, made, residual=2 * x), 2 * x + found), "the sum is rounded before"
+    assert_near(mixture.mix(x, router, made._replace(shared=None), layer.shared(x)), expected, path.dtype)
+    monkeypatch.setattr(experts, "LOADED", 0)
+    assert not mixture.takes_row(made, ACTIVE)
+    assert_near(mixture.mix(x, router, made, residual=2 * x), expected + 2 * x, path.dtype)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", ["softmax", "groups"])
+def test_one_row_without_a_shared_expert(path, name):
+    layer, x, weight = layer_of(path, **ROUTERS[name]), draw(path, 1, 72), draw(path, 72, seed=1)
+    router, made = parts_of(layer)
+    assert mixture.takes_row(made, ACTIVE)
+    found = mixture.mix(x, router, made)
+    assert_near(found, plain(layer, x, *chosen_by(layer, x)), path.dtype)
+    around = weight, 1e-5, True
+    for residual in (x, 2 * x):
+        alone = mixture.mix(x, router, made, norm=around)
+        assert torch.equal(mixture.mix(x, router, made, residual=residual, norm=around), residual + alone)
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("room", [True, False])
+def test_a_row_that_is_its_own_residual_is_recorded_by_one_address(path, room, monkeypatch):
+    """A call is replayed for other addresses, so those of its tensors must differ (tape.py)."""
+    made_calls: list[tuple[Any, ...]] = []
+    launch = mixture.launch
+    monkeypatch.setattr(mixture, "launch", lambda *call: (made_calls.append(call), launch(*call))[1])
+    if not room:
+        monkeypatch.setattr(experts, "LOADED", 0)
+    (router, made), x = parts_of(layer_of(path)), draw(path, 1, 72)
+    around = draw(path, 72, seed=1), 1e-5, False
+    expected = x + mixture.mix(x, router, made, norm=around)
+    for residual in (x, x.clone()):
+        assert torch.equal(mixture.mix(x, router, made, residual=residual, norm=around), expected)
+    for _, given, written, _, _ in made_calls:
+        addresses = [y.data_ptr() for y in (*given, *written) if y is not None]
+        assert len(set(addresses)) == len(addresses)
+    options = {call[3] for call in made_calls}
+    assert len(options) == (2 if room else 1), "the same launches have the same signature, others another"
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_the_residual_of_codes_and_of_several_rows_is_added_as_before(path, rows, monkeypatch):
+    """In the launch of the sum; with a norm, by torch."""
+    (router, made), x = parts_of(layer_of(path, 96, 32)), draw(path, rows, 96)
+    coded = [quantize(y.float().cpu(), "int8").to(path.device) for y in (made.gate_up, made.down)]
+    kernels = [quantised_products.Codes(y.codes, y.scales, y.shape[-2], y.format.kernel) for y in coded]
+    added: list[bool] = []
+    add = experts.add
+    monkeypatch.setattr(
+        experts, "add", lambda *given, **named: (added.append(named["residual"] is not None), add(*given, **named))[1]
+    )
+    monkeypatch.setattr(experts, "leave_one", None)
+    for own in (mixture.Experts(*kernels, "swiglu"), *([made] if rows > 1 else [])):
+        found = mixture.mix(x, router, own)
+        assert torch.equal(mixture.mix(x, router, own, residual=2 * x), 2 * x + found)
+        assert added == [False, True]
+        added.clear()
+        if rows == 1:
+            around = draw(path, 96, seed=1), 1e-5, False
+            assert torch.equal(
+                mixture.mix(x, router, own, residual=x, norm=around), x + mixture.mix(x, router, own, norm=around)
+            )
+            assert added == [False, False]
+            added.clear()
+
+
+def test_how_many_channels_a_program_of_one_row_has():
+    for n, k, pairs, wanted in ((2048, 512, 9, 8), (2304, 1024, 9, 4), (2048, 512, 11, 4), (72, 20, 4, 1)):
+        weight = torch.empty(2, n, k, dtype=torch.bfloat16, device="meta")
+        assert experts.rows_of_leave(weight, pairs) == wanted
+    assert experts.rows_of_leave(torch.empty(2, 64, 32768, device="meta"), 9) == 0
 
 
 @pytest.mark.parametrize("path", [param(path) for path in GPU[1:]])
@@ -440,6 +492,8 @@ def test_a_step_of_one_row(path):
         assert (found is not None) == inside
         if found is not None:
             assert_near(found, x + layer(norm(x)), path.dtype)
+            for _ in range(3):  # the launches are recorded, and then replayed
+                assert torch.equal(found, feed_step(norm, layer, x.clone()))
 
 
 @pytest.mark.parametrize("path", [param(BF16)])

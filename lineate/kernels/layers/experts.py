@@ -21,12 +21,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lineate.kernels.launching import ceil_div, is_hopper, next_power, overlap_options, start
+from lineate.kernels.launching import ceil_div, is_hopper, multiprocessors, next_power, overlap_options, start
 from lineate.kernels.layers.grouping import Groups
 from lineate.kernels.layers.rows import sigmoid
 
 LEAVE = {"BN": 256, "BK": 64, "STAGES": 4}
 """Tiles of leave. On an H200, 32,768 rows of Kimi-Linear-48B take 2.1 ms instead of 2.5 by addresses."""
+WARPS, LOADED = 4, 640
+"""The warps of leave_row, and the most bytes of weights that a thread of it has in registers."""
 GATED = {"swiglu": 1, "relu2": 2}
 """The function that multiply_blocks applies to a product; 0: none."""
 
@@ -67,7 +69,7 @@ def multiply_blocks(
     x, weight, shared, blocks, members, y, begin,
     N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, EVERY: tl.constexpr, KIND: tl.constexpr,
     BM: tl.constexpr, REST: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, EXACT: tl.constexpr,
-    PLACED: tl.constexpr, OVERLAP: tl.constexpr,
+    PLACED: tl.constexpr, LATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows p of y `pairs N` for one block of pairs and BN channels, from rows p / EVERY of x `tokens K`.
 
@@ -76,7 +78,8 @@ def multiply_blocks(
 
     weight is `EXPERTS N K` (KIND 1: `EXPERTS 2N K`) of the experts from `begin` on; other blocks are left out. Expert
     begin + EXPERTS is `shared`, if there is one. KIND 1: silu(first half) second half; 2: relu^2. Without members,
-    block b has pair b. SWAP: the product is computed as weight x^T.
+    block b has pair b. SWAP: the product is computed as weight x^T. LATE: the next launch begins when the one before
+    this has ended, so that it may read what that one has written.
     """
     TILES: tl.constexpr = (N + BN - 1) // BN
     HALVES: tl.constexpr = 2 if KIND == 1 else 1
@@ -84,8 +87,11 @@ def multiply_blocks(
     block = tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES
     if OVERLAP:
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
         gdc_wait()
+        if LATE:
+            gdc_launch_dependents()
     expert = tl.load(blocks + block) - begin
     if (expert >= 0) & (expert < EXPERTS + (0 if shared is None else 1)):
         m = tl.arange(0, BM)
@@ -198,6 +204,50 @@ def leave_blocks(
         y.store([place, tile * BN], total.to(y.dtype))
 
 
+@triton.jit
+def leave_row(
+    hidden, weight, shared, chosen, weights, residual, y,
+    N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """BN channels of one row y `N`: the sum over pairs of weights `PAIRS` times hidden `PAIRS K` weight_e^T.
+
+    chosen `PAIRS` names each pair's expert e; EXPERTS is `shared`, if there is one. weight is `EXPERTS N K`. With
+    residual `N`, that is added to the sum, which is rounded before. All but hidden was written before the previous
+    launch went on (LATE), so the weights of the experts are loaded while that one runs.
+    """
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    has = n < N
+    mask = has[:, None] & (k < K)[None, :]
+    at = n[:, None] * K + k[None, :]
+    if OVERLAP:
+        gdc_launch_dependents()
+    names = ()
+    amounts = ()
+    for p in tl.static_range(PAIRS):
+        names += (tl.load(chosen + p, cache_modifier=".cg"),)  # type: ignore[assignment]
+        amounts += (tl.load(weights + p, cache_modifier=".cg"),)  # type: ignore[assignment]
+    if residual is not None:
+        own = tl.load(residual + n, mask=has, other=0.0, cache_modifier=".cg").to(tl.float32)
+    tiles = ()
+    for p in tl.static_range(PAIRS):
+        w = weight + names[p].to(tl.int64) * (N * K)  # type: ignore[misc]
+        if shared is not None:
+            w = tl.where(names[p] == EXPERTS, shared, w)  # type: ignore[misc]
+        tiles += (tl.load(w + at, mask=mask, other=0.0),)  # type: ignore[assignment]
+    if OVERLAP:
+        gdc_wait()
+    total = tl.zeros((BN, BK), tl.float32)
+    for p in tl.static_range(PAIRS):
+        h = tl.load(hidden + p * K + k, mask=k < K, other=0.0).to(tl.float32) * amounts[p]  # type: ignore[misc]
+        total += tiles[p].to(tl.float32) * h[None, :]  # type: ignore[misc]
+    found = tl.sum(total, 1)
+    if residual is not None:
+        found = found.to(y.dtype.element_ty).to(tl.float32) + own
+    tl.store(y + n, found.to(y.dtype.element_ty), mask=has)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def add_pairs(
     parts, weights, places, shared, residual, y, rows, WIDTH: tl.constexpr, PAIRS: tl.constexpr, N: tl.constexpr,
@@ -267,7 +317,8 @@ class Weights(NamedTuple):
 
 
 def multiply(
-    x: Tensor, weights: Weights, groups: Groups, y: Tensor, *, every: int, tile: dict[str, int], placed: bool = False
+    x: Tensor, weights: Weights, groups: Groups, y: Tensor, *, every: int, tile: dict[str, int], placed: bool = False,
+    late: bool = False,
 ) -> None:  # fmt: skip
     """Write the products of pairs into y `pairs n`; pair p has row p / every of x `tokens k`.
 
@@ -279,6 +330,7 @@ def multiply(
         every: Pairs of a row of x.
         tile: The configuration of the kernel; BM + REST is groups.size, or BM at least 16.
         placed: Whether y is `blocks size n`, with a row for each place of a block.
+        late: Whether the next launch reads what the launch before this one wrote, before this one ends.
     """
     assert groups.members is None or tile["BM"] + tile["REST"] == groups.size
     count, n, k = weights.experts.shape
@@ -286,7 +338,41 @@ def multiply(
     start(multiply_blocks, (ceil_div(n, tile["BN"]) * groups.blocks.numel(),))(
         x, weights.experts, weights.shared, groups.blocks, groups.members, y, weights.begin,
         N=n, K=k, EXPERTS=count, EVERY=every, KIND=0 if weights.kind is None else GATED[weights.kind],
-        EXACT=x.dtype is torch.float32, PLACED=placed, **tile, **overlap_options(x.device),
+        EXACT=x.dtype is torch.float32, PLACED=placed, LATE=late, **tile, **overlap_options(x.device),
+    )  # fmt: skip
+
+
+def rows_of_leave(weight: Tensor, pairs: int) -> int:
+    """Return how many channels a program of leave_row has, a power of two; 0: registers have no room for one.
+
+    weight: `experts n k`.
+    """
+    _, n, k = weight.shape
+    most = LOADED * 32 * WARPS // (pairs * next_power(k) * weight.itemsize)
+    return min(1 << most.bit_length() - 1, next_power(ceil_div(n, 2 * multiprocessors(weight.device)))) if most else 0
+
+
+def leave_one(
+    hidden: Tensor, weights: Weights, chosen: Tensor, amounts: Tensor, y: Tensor, residual: Tensor | None = None
+) -> None:
+    """Write the weighted sum of one row's pairs times their experts' weights into y `1 n`, where rows_of_leave > 0.
+
+    Args:
+        hidden: `pairs k`, dense.
+        weights: Of the experts; kind is None.
+        chosen: The experts of the pairs, `1 pairs`.
+        amounts: The weights of the pairs, `1 pairs`, float32.
+        y: Dense.
+        residual: `1 n`, dense, which is added to the sum.
+    """
+    pairs, k = hidden.shape
+    count, n, _ = weights.experts.shape
+    rows = rows_of_leave(weights.experts, pairs)
+    assert rows and weights.begin == 0 and chosen.numel() == amounts.numel() == pairs
+    start(leave_row, (ceil_div(n, rows),))(
+        hidden, weights.experts, weights.shared, chosen, amounts, residual, y,
+        N=n, K=k, EXPERTS=count, PAIRS=pairs, BN=rows, BK=next_power(k), num_warps=WARPS,
+        **overlap_options(hidden.device),
     )  # fmt: skip
 
 

@@ -94,8 +94,7 @@ def mix_step(norm: RMSNorm, mixer: nn.Module, x: Tensor, state: LayerState, then
 def feed_step(norm: RMSNorm, feed: nn.Module, x: Tensor, normed: Tensor | None = None) -> Tensor | None:
     """Return x + feed(norm(x)), where is_step; None if this feed-forward has no such step.
 
-    A mixture of experts adds x in its last launch, for several rows: with one row, a step of Qwen3.5-35B-A3B takes 2.43
-    ms on an H200, and 2.36 ms where x is added by itself. For one row the norm is part of its first launch.
+    A mixture of experts adds x itself (kernels/layers/mixture.py); for one row the norm is part of its first launch.
 
     Args:
         norm: Of the feed-forward's input.
@@ -106,7 +105,7 @@ def feed_step(norm: RMSNorm, feed: nn.Module, x: Tensor, normed: Tensor | None =
     if type(feed) is MixtureOfExperts and _are_bare(norm, feed):
         if len(x) == 1 and normed is None:
             made = feed.after(norm, x[:, 0])
-            return None if made is None else x + made[:, None]
+            return None if made is None else made[:, None]
         return feed.add_to(x[:, 0], norm(x[:, 0]) if normed is None else normed)[:, None]
     if type(feed) is not SwiGLU or not _are_bare(norm, feed, feed.gate_up_proj, feed.down_proj):
         return None
