@@ -1,6 +1,7 @@
 """The published models at their real sizes on one GPU, with random weights, next to the bounds of `lineate plan`.
 
     python -m bench.models.flagships [--models NAMES] [--weights FORMATS] [--only PARTS] [--json FILE] [--profile]
+    python -m bench.models.flagships --only prefill --piece 8192,16384,32768
 
 Parts: decode (one row after 4,096, 32,768 and 131,072 tokens; 64 and 256 rows after 512), prefill (4,096, 32,768 and
 131,072 tokens in one call, which the model reads in pieces of 32,768), pieces (131,072 tokens in calls of 8,192),
@@ -10,23 +11,28 @@ token chooses at random.
 
 Weights are random, so tokens choose experts evenly, as the bound of several rows assumes. The state before a decoding
 step is made up: caches of random entries, not read from a prompt. Busy time and launches are those of one step in
-torch's profiler.
+torch's profiler. With --piece, prompts are read once for each of these sizes of a piece; where memory is short, the
+model takes half of it or less, which the result names.
 """
 
 import argparse
 import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor, nn
 
 from bench.models.quantised_gpu import median_ms, state_of
 from bench.timing import show
 from lineate.decoding import Decoder
+from lineate.models import hybrid, reading
 from lineate.models.presets import PRESETS
 from lineate.models.random_weights import random_model
 from lineate.planning import HARDWARE, MemoryPlan, plan_memory, read_model
@@ -48,6 +54,34 @@ def profiled(call: Callable[[], Any]) -> tuple[float, int, list[tuple[str, float
     found = [x for x in profile.key_averages() if x.self_device_time_total > 0]
     kernels = sorted(((x.key, x.self_device_time_total / 1e3, x.count) for x in found), key=lambda x: -x[1])
     return sum(x[1] for x in kernels), sum(x[2] for x in kernels), kernels
+
+
+@contextmanager
+def read_in_pieces(piece: int) -> Iterator[list[int]]:
+    """Let models read prompts in pieces of at most `piece` tokens; yield the sizes that their calls choose."""
+    sizes: list[int] = []
+
+    def choose(ids: Tensor, blocks: nn.ModuleList, others: Sequence[nn.Module], *, alone: bool) -> int | None:
+        size = reading.piece_of(ids, blocks, others, alone=alone)
+        sizes.append(ids.numel() if size is None else size)
+        return size
+
+    with mock.patch.object(reading, "PIECE", piece), mock.patch.object(hybrid, "piece_of", choose):
+        yield sizes
+
+
+def parse_pieces(words: str) -> tuple[int, ...]:
+    """Return the sizes of pieces that --piece names."""
+    try:
+        pieces = tuple(int(word) for word in words.split(","))
+    except ValueError:
+        pieces = ()
+    if not pieces or any(n < reading.SMALLEST or n % reading.CHUNK for n in pieces):
+        raise argparse.ArgumentTypeError(
+            f"must be numbers of tokens from {reading.SMALLEST} on, multiples of {reading.CHUNK}, got {words!r}; pass "
+            "for example 8192,16384,32768"
+        )
+    return pieces
 
 
 class Bench:
@@ -108,7 +142,8 @@ class Bench:
             lambda: decoder(ids),
         )
 
-    def prefill(self, tokens: int, rounds: int = 2) -> None:
+    def prefill(self, tokens: int, piece: int | None = None, rounds: int = 2) -> None:
+        """Measure a prompt in one call; piece: the most tokens of a piece, None: the model's own number."""
         self.reset()
         ids = torch.randint(1000, (1, tokens), device="cuda")
 
@@ -116,7 +151,10 @@ class Bench:
             return self.model(ids, last_only=True).logits
 
         bound = prefill_bound(self.plan, CARD, 1, tokens).seconds
-        self.note(f"prefill {tokens:,}", median_ms(read, rounds, "cuda", 1), bound, read if tokens <= 32768 else None)
+        with read_in_pieces(reading.PIECE if piece is None else piece) as sizes:
+            ms = median_ms(read, rounds, "cuda", 1)
+            what = f"prefill {tokens:,}" + ("" if piece is None else f" in pieces of {sizes[-1]:,}")
+            self.note(what, ms, bound, read if tokens <= 32768 else None, piece=sizes[-1])
 
     def pieces(self, tokens: int, piece: int, rounds: int = 1) -> None:
         self.reset()
@@ -139,9 +177,14 @@ class Bench:
 
 @torch.inference_mode()
 def measure(
-    name: str, weights: str, parts: tuple[str, ...], profile: bool, keep: Callable[[dict[str, Any]], None]
+    name: str,
+    weights: str,
+    parts: tuple[str, ...],
+    profile: bool,
+    keep: Callable[[dict[str, Any]], None],
+    pieces: tuple[int | None, ...] = (None,),
 ) -> None:
-    """Measure a model; keep receives the results one by one."""
+    """Measure a model; keep receives the results one by one. pieces: sizes in which prompts are read; None: its own."""
     if plan_memory(read_model(name, "bfloat16", weights=None if weights == "bf16" else weights)).weights > (
         torch.cuda.mem_get_info()[1] - LEFT
     ):
@@ -154,7 +197,11 @@ def measure(
             *(lambda n=n: bench.decode(1, n) for n in (4096, 32768, 131072)),
             *(lambda b=b: bench.decode(b, 512) for b in (64, 256)),
         ],
-        "prefill": [lambda n=n: bench.prefill(n) for n in (4096, 32768, 131072)],
+        "prefill": [
+            lambda n=n, piece=piece: bench.prefill(n, piece)
+            for n in (4096, 32768, 131072)
+            for piece in (pieces if n > reading.SMALLEST else pieces[:1])  # a short prompt is read in one piece
+        ],
         "pieces": [lambda: bench.pieces(131072, 8192)],
         "million": [lambda: bench.pieces(2**20, 16384), lambda: bench.decode(1, 2**20)],
     }
@@ -172,6 +219,9 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS[:2]), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--weights", default="bf16", help=f"of {', '.join(WEIGHTS)}")
     parser.add_argument("--only", default=",".join(PARTS[:3]), help=f"of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--piece", type=parse_pieces, default=(None,), help="tokens of a piece of a prompt, one or more"
+    )
     parser.add_argument("--json", type=Path, default=Path("bench/out/flagships.json"))
     parser.add_argument("--profile", action="store_true", help="print the kernels that take longest")
     args = parser.parse_args()
@@ -194,7 +244,7 @@ def main() -> None:
 
     for name in args.models.split(","):
         for weights in args.weights.split(","):
-            measure(name, weights, tuple(args.only.split(",")), args.profile, keep)
+            measure(name, weights, tuple(args.only.split(",")), args.profile, keep, args.piece)
             gc.collect()
             torch.cuda.empty_cache()
     columns = ["model", "weights", "what", "ms", "bound", "ratio", "busy", "launches", "GiB beyond weights"]
