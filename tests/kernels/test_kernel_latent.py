@@ -46,9 +46,9 @@ def test_softmax(case, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("tiles", [(16, 64, 4, 2), (32, 16, 4, 3), (16, 64, 4, 2, True), (32, 64, 8, 2, True)], ids=str)
+@pytest.mark.parametrize("tiles", [(16, 64, 4, 2), (32, 16, 4, 3)], ids=str)
 def test_tiles(tiles, path):
-    lengths = [70, 3, 200]
+    lengths = [70, 3, 129]
     q, cache = draw_latent(path, lengths, 2, 9, 48)
     expected = plain(q, cache, cache[..., :32], lengths, 0.3)
     assert error(run(q, cache, 32, lengths, 4, latent.Tiles(*tiles)), expected) < BUDGET[path.dtype]

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lineate.kernels.launching import ceil_div, is_hopper, next_power, overlap_options, shared_memory, start
+from lineate.kernels.launching import ceil_div, next_power, overlap_options, shared_memory, start
 from lineate.kernels.layers.ops import KERNEL_DTYPES, strides_of, unit_of
 from lineate.kernels.layers.parts import join, part_size, parts_of
 from lineate.kernels.layers.products import Norm
@@ -38,18 +38,12 @@ class Tiles(NamedTuple):
         entries: Entries of a tile, a power of two of at least 16.
         warps: Warps of a program.
         stages: Stages of the pipeline that loads entries.
-        swap: Whether entries and channels are the rows of the products.
     """
 
     queries: int
     entries: int
     warps: int
     stages: int
-    swap: bool = False
-
-
-ON_HOPPER: tuple[Tiles, ...] = (Tiles(32, 64, 8, 2, swap=True),)
-"""The tiles that tiles_of prefers on Hopper, where products of 64 rows read shared memory asynchronously (wgmma)."""
 
 
 @triton.jit
@@ -69,15 +63,13 @@ def read_latent_parts(
     q, r, cache, lengths, sums, peaks, totals, scale, t, capacity, parts,
     q_row, q_token, q_head, r_row, r_token, r_head, c_row, c_token,
     HEADS: tl.constexpr, RANK: tl.constexpr, SHARED: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr,
-    BR: tl.constexpr, BS: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
+    BR: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Read one part of one row for one tile of queries: sums `row part t*HEADS RANK`, peaks and totals without RANK.
 
-    Strides are in units of UNIT elements. A row's length counts its t new tokens; entries after it are not read. SWAP:
-    scores and sums are computed transposed, with entries and channels as the rows of products.
+    Strides are in units of UNIT elements. A row's length counts its t new tokens; entries after it are not read.
     """
-    AXIS: tl.constexpr = 0 if SWAP else 1  # of the entries in scores, and of the channels in sums
     tiles = tl.cdiv(t * HEADS, BQ)
     tile = tl.program_id(0) % tiles  # the tiles of one part run together, so that the cache serves them from L2
     part = tl.program_id(0) // tiles % parts
@@ -105,40 +97,25 @@ def read_latent_parts(
     cache += row * c_row * UNIT
     peak = tl.full([BQ], float("-inf"), tl.float32)
     total = tl.zeros([BQ], tl.float32)
-    if SWAP:
-        acc = tl.zeros([BR, BQ], tl.float32)
-    else:
-        acc = tl.zeros([BQ, BR], tl.float32)
+    acc = tl.zeros([BQ, BR], tl.float32)
     for first in tl.range(begin, end, BN):
         j = first + tl.arange(0, BN)
         entry = j.to(tl.int64) * (tl.cast(c_token, tl.int64) * UNIT)
         latent = load_tile(cache, entry, d, j < end, RANK, BR)
-        if SWAP:
-            scores = tl.dot(latent, tl.trans(queries), input_precision=PRECISION)
-        else:
-            scores = tl.dot(queries, tl.trans(latent), input_precision=PRECISION)
+        scores = tl.dot(queries, tl.trans(latent), input_precision=PRECISION)
         if SHARED:
             own = load_tile(cache + RANK, entry, e, j < end, SHARED, BS)
-            if SWAP:
-                scores = tl.dot(own, tl.trans(shared), scores, input_precision=PRECISION)
-            else:
-                scores = tl.dot(shared, tl.trans(own), scores, input_precision=PRECISION)
-        seen = tl.expand_dims(j, 1 - AXIS) <= tl.expand_dims(last, AXIS)
-        seen = seen & tl.expand_dims(j < end, 1 - AXIS)
-        scores = tl.where(seen, scores * (scale * _LOG2_E), float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, AXIS))
+            scores = tl.dot(shared, tl.trans(own), scores, input_precision=PRECISION)
+        scores *= scale * _LOG2_E
+        scores = tl.where((j[None, :] <= last[:, None]) & (j < end)[None, :], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # a query that sees none of these entries
-        weights = tl.exp2(scores - tl.expand_dims(base, AXIS))
+        weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(peak - base)
-        total = total * shrink + tl.sum(weights, AXIS)
-        acc *= tl.expand_dims(shrink, AXIS)
-        if SWAP:
-            acc = tl.dot(tl.trans(latent), weights.to(latent.dtype), acc, input_precision=PRECISION)
-        else:
-            acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision=PRECISION)
+        total = total * shrink + tl.sum(weights, 1)
+        acc *= shrink[:, None]
+        acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision=PRECISION)
         peak = higher
-    if SWAP:
-        acc = tl.trans(acc)
     at = (row * parts + part) * (t * HEADS) + m
     tl.store(peaks + at, peak, mask=there)
     tl.store(totals + at, total, mask=there)
@@ -225,10 +202,9 @@ def tiles_of(device: torch.device, dtype: torch.dtype, queries: int, width: int)
     if dtype == torch.float32:
         return Tiles(16, 32 if width <= 256 else 16, 4, 2)
     least = max(16, next_power(queries))
-    preferred = ON_HOPPER if is_hopper(device) else ()
-    for tiles in (*preferred, Tiles(32, 32, 4, 3), Tiles(32, 32, 4, 2)):  # an H200 runs two of the latter at once
+    for tiles in (Tiles(32, 32, 4, 3), Tiles(32, 32, 4, 2)):  # an H200 runs two such programs at once
         queries = min(tiles.queries, least)
-        loaded = tiles.stages if tiles.swap else tiles.stages - 1  # a tile that wgmma reads is not yet overwritten
+        loaded = tiles.stages if queries >= 64 else tiles.stages - 1  # Hopper's products of 64 rows run asynchronously
         needed = dtype.itemsize * (queries * width + tiles.entries * (loaded * width + queries))
         if needed <= shared_memory(device):
             return tiles._replace(queries=queries)
@@ -276,7 +252,7 @@ def latent_attention(
             q, r, cache, lengths, sums, peaks, totals, scale, t, cache.shape[1], parts,
             *(s // unit for s in strides),
             HEADS=heads, RANK=rank, SHARED=shared, BQ=tiles.queries, BN=tiles.entries, BR=wide, BS=narrow,
-            SWAP=tiles.swap, PRECISION="ieee" if q.dtype == torch.float32 else None, UNIT=unit,
+            PRECISION="ieee" if q.dtype == torch.float32 else None, UNIT=unit,
             num_warps=tiles.warps, num_stages=tiles.stages, **overlap_options(q.device),
         )  # fmt: skip
         join(sums, peaks, totals, lengths, output, cache.shape[1], tiles.entries)
