@@ -5,7 +5,7 @@
 
 Parts: decode (one row after 4,096, 32,768 and 131,072 tokens; 64 and 256 rows after 512), prefill (4,096, 32,768 and
 131,072 tokens in one call, which the model reads in pieces of 32,768), pieces (131,072 tokens in calls of 8,192),
-million (reading 1,048,576 tokens in calls of 16,384, and decoding after them). A bound counts the least bytes at the
+million (reading 1,048,576 tokens in calls of 32,768, and decoding after them). A bound counts the least bytes at the
 card's bandwidth, or the least operations at its matrix rate, whichever takes longer; where experts are chosen, every
 token chooses at random.
 
@@ -203,7 +203,7 @@ def measure(
             for piece in (pieces if n > reading.SMALLEST else pieces[:1])  # a short prompt is read in one piece
         ],
         "pieces": [lambda: bench.pieces(131072, 8192)],
-        "million": [lambda: bench.pieces(2**20, 16384), lambda: bench.decode(1, 2**20)],
+        "million": [lambda: bench.pieces(2**20, reading.PIECE), lambda: bench.decode(1, 2**20)],
     }
     for part in parts:
         for call in calls[part]:

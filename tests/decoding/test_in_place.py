@@ -59,6 +59,13 @@ def in_place(state: ModelState, room: int, lengths: torch.Tensor) -> tuple[dict,
     return memories, caches
 
 
+def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float, flips: bool, what: object) -> None:
+    """Compare row by row. flips: in up to an eighth of the rows, rounding may choose another expert."""
+    errors = ((found - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)).sort()[0]
+    same = len(errors) - (len(errors) // 8 if flips else 0)
+    assert float(errors[same - 1]) < bound and float(errors[-1]) < max(bound, 0.5 if flips else 0), (what, errors)
+
+
 RUNS = [
     *((1, torch.float32, False), (1, torch.bfloat16, True), (5, torch.float32, True), (5, torch.bfloat16, False)),
     *((33, torch.bfloat16, True), (70, torch.float32, False), (70, torch.bfloat16, True)),
@@ -90,13 +97,14 @@ def test_a_step_equals_forward(case, rows, dtype, graph):
         changing = [lengths, *(x for own in memories.values() for x in own.values())]
         recorded = capture(step, changing, torch.device("cuda"))
     bound = 2e-5 if dtype == torch.float32 else 3e-2
+    flips = dtype == torch.bfloat16 and model.config.experts is not None
     for _ in range(6):
         ids.copy_(torch.randint(VOCAB, (rows, 1), device="cuda"))
         (found,) = recorded.replay() if graph else step()
         out = model(ids, state=state)
         state = out.state
-        assert float((found - out.logits).norm() / out.logits.norm()) < bound
+        assert_near(found, out.logits, bound, flips, "logits")
     for n, layer in enumerate(state.layers):
         for name in layer.names:
             found = memories[n][name] if n in memories else caches[n][name][:, : layer.n]
-            assert float((found - layer[name]).norm() / layer[name].norm()) < bound, (n, name)
+            assert_near(found, layer[name], bound, flips, (n, name))

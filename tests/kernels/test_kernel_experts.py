@@ -383,7 +383,7 @@ def test_the_residual_of_codes_and_of_several_rows_is_added_as_before(path, rows
 
 
 def test_how_many_channels_a_program_of_one_row_has():
-    for n, k, pairs, wanted in ((2048, 512, 9, 8), (2304, 1024, 9, 4), (2048, 512, 11, 4), (72, 20, 4, 1)):
+    for n, k, pairs, wanted in ((2048, 512, 9, 8), (2304, 1024, 9, 0), (2048, 512, 11, 0), (72, 20, 4, 1)):
         weight = torch.empty(2, n, k, dtype=torch.bfloat16, device="meta")
         assert experts.rows_of_leave(weight, pairs) == wanted
     assert experts.rows_of_leave(torch.empty(2, 64, 32768, device="meta"), 9) == 0
