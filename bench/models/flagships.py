@@ -5,7 +5,7 @@
 
 Parts: decode (one row after 4,096, 32,768 and 131,072 tokens; 64 and 256 rows after 512), prefill (4,096, 32,768 and
 131,072 tokens in one call, which the model reads in pieces of 32,768), pieces (131,072 tokens in calls of 8,192),
-million (reading 1,048,576 tokens in calls of 32,768, and decoding after them). A bound counts the least bytes at the
+million (1,048,576 tokens in one call, without a warm-up, and decoding after them). A bound counts the least bytes at the
 card's bandwidth, or the least operations at its matrix rate, whichever takes longer; where experts are chosen, every
 token chooses at random.
 
@@ -152,7 +152,7 @@ class Bench:
 
         bound = prefill_bound(self.plan, CARD, 1, tokens).seconds
         with read_in_pieces(reading.PIECE if piece is None else piece) as sizes:
-            ms = median_ms(read, rounds, "cuda", 1)
+            ms = median_ms(read, rounds, "cuda", int(tokens <= 131072))
             what = f"prefill {tokens:,}" + ("" if piece is None else f" in pieces of {sizes[-1]:,}")
             self.note(what, ms, bound, read if tokens <= 32768 else None, piece=sizes[-1])
 
@@ -203,7 +203,7 @@ def measure(
             for piece in (pieces if n > reading.SMALLEST else pieces[:1])  # a short prompt is read in one piece
         ],
         "pieces": [lambda: bench.pieces(131072, 8192)],
-        "million": [lambda: bench.pieces(2**20, reading.PIECE), lambda: bench.decode(1, 2**20)],
+        "million": [lambda: bench.prefill(2**20, rounds=1), lambda: bench.decode(1, 2**20)],
     }
     for part in parts:
         for call in calls[part]:
