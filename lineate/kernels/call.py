@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lineate.call import Inputs, Options
-from lineate.kernels import CHUNKWISE_READS
+from lineate.kernels import STAGES_READ
 from lineate.kernels.launching import ceil_div, linked, multiprocessors, start
 from lineate.kernels.portable.layout import clear_outside, find_slots
 from lineate.kernels.segments import CHUNK as CHUNK
@@ -125,6 +125,11 @@ class Gates(NamedTuple):
     raw_beta: bool = False
     """Whether beta = beta_scale sigmoid(logit)."""
     lower_bound: float | None = None
+    probe: Tensor | None = None
+    """`b t hv k`, contiguous: what the memory is compared with, or its factor of k, in rules of the general row."""
+    compared: str = "key"
+    """What is compared: "key", or with a probe "erase" (probe * k) or "probe". With a probe, decay is per channel,
+    log_decay is no raw gate, and there is no beta: v is the value that is written."""
 
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -167,13 +172,14 @@ class Call(NamedTuple):
         cutting = self.sequences.cutting if cutting is None else cutting
         if tokens == slice(0, t) and rows == slice(0, b) and cutting == self.sequences.cutting:
             return self
-        log_decay, beta = (None if x is None else x[rows, tokens] for x in (self.gates.log_decay, self.gates.beta))
+        given = self.gates.log_decay, self.gates.beta, self.gates.probe
+        log_decay, beta, probe = (None if x is None else x[rows, tokens] for x in given)
         q, k, v = (x[rows, tokens] for x in (self.q, self.k, self.v))
         return self._replace(
             q=q,
             k=k,
             v=v,
-            gates=self.gates._replace(log_decay=log_decay, beta=beta),
+            gates=self.gates._replace(log_decay=log_decay, beta=beta, probe=probe),
             sequences=find_sequences(q, self.sequences.bounds, cutting),
             sizes=(q.shape[1], *self.sizes[1:]),
         )
@@ -184,10 +190,11 @@ def make_call(inputs: Inputs, options: Options, cutting: Cutting = WHOLE, output
 
     Tokens of output, if it is given, that lie in no sequence are set to 0.
     """
-    inputs.refuse_unread(CHUNKWISE_READS, "the stages")
-    q, k, v = inputs.q, inputs.k, inputs.v
-    given = inputs.log_decay, inputs.beta, inputs.A_log, inputs.dt_bias
-    log_decay, beta, A_log, dt_bias = (None if x is None else dense(x) for x in given)
+    inputs.refuse_unread(STAGES_READ, "the stages")
+    q, k, v, erase = inputs.q, inputs.k, inputs.v, inputs.erase
+    given = inputs.log_decay, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.probe if erase is None else erase
+    log_decay, beta, A_log, dt_bias, probe = (None if x is None else dense(x) for x in given)
+    compared = "key" if probe is None else "probe" if erase is None else "erase"
     sequences = find_sequences(q, inputs.cu_seqlens, cutting, output)
     return Call(
         in_rows(q),
@@ -195,7 +202,7 @@ def make_call(inputs: Inputs, options: Options, cutting: Cutting = WHOLE, output
         in_rows(v),
         Gates(
             log_decay, beta, A_log, dt_bias,
-            options.beta_scale, options.raw_decay, options.raw_beta, options.lower_bound,
+            options.beta_scale, options.raw_decay, options.raw_beta, options.lower_bound, probe, compared,
         ),
         sequences,
         options.corrects,

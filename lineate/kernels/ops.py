@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lineate.call import Inputs, Options, Slots
-from lineate.kernels import CHUNKWISE_READS, RECURRENT_READS
+from lineate.kernels import CHUNKWISE_READS, GENERAL_READS, RECURRENT_READS, general
 from lineate.kernels import pipeline as kernels
 from lineate.kernels.call import CHUNK, aligned, count_slots, dense, in_rows, lies_dense, make_call
 from lineate.kernels.replaying import Tape
@@ -36,6 +36,9 @@ def _forward(inputs: Inputs, options: Options, outputs: Outputs) -> None:
 
     def run() -> None:
         given = laid_out.replace(state=None)
+        if options.rule.general:
+            general.forward(given, options, state, output, final, kept)
+            return
         cutting = kernels.cutting_of(given.q, given.v, "forward", kernels.makes_beside(given, options))
         kernels.forward(make_call(given, options, cutting, output), state, output, final, kept)
 
@@ -53,6 +56,9 @@ def _backward(
     doutput, dfinal = aligned(doutput.contiguous()), dfinal.contiguous()
 
     def run() -> None:
+        if options.rule.general:
+            general.backward(laid_out, options, states, doutput, dfinal, grads)
+            return
         call = make_call(laid_out, options, kernels.cutting_of(laid_out.q, laid_out.v, "backward"))
         kernels.backward(call, doutput, dfinal, states, _gradients(grads))
 
@@ -91,11 +97,15 @@ def _empty_outputs(inputs: Inputs, options: Options, keep: bool) -> Outputs:
 
 
 _run = chunk_op.register("chunkwise_triton", _forward, _backward, CHUNKWISE_READS, OPTIONS, _empty_outputs)
+_run_general = chunk_op.register(
+    "chunkwise_general_triton", _forward, _backward, GENERAL_READS, chunk_op.OPTIONS, _empty_outputs
+)
 
 
 def chunkwise(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """Return the output and the final state."""
-    return _run(inputs, options if options.chunk_size == CHUNK else options._replace(chunk_size=CHUNK))
+    run = _run_general if options.rule.general else _run
+    return run(inputs, options if options.chunk_size == CHUNK else options._replace(chunk_size=CHUNK))
 
 
 def remember_forward(signature: Signature | None, given: Inputs, inputs: Inputs, options: Options) -> None:

@@ -132,6 +132,7 @@ class Gradients(NamedTuple):
     state: Tensor
     A_log: Tensor | None = None
     dt_bias: Tensor | None = None
+    probe: Tensor | None = None
 
 
 class RawGradients(NamedTuple):

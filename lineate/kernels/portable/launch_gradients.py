@@ -117,8 +117,9 @@ def fill_residuals(call: Call, ready: Prepared, around: Around, grads: Gradients
     start(channel_residuals, (sequences.slots, hv))(
         ready.k, v, ready.M, ready.T, ready.factors, around.states, around.doutput, grads.v, grads.beta, residuals,
         dP, dM, *call.where, v.stride(1), v.stride(2), gates.beta_scale,
-        HV=hv, K=K, V=V, BK=power(K), C=CHUNK, CORRECTS=call.corrects, RAW_BETA=gates.raw_beta,
-        PACKED=sequences.packed, EVEN=V % config["BV"] == 0, PRECISION=precision(call), **config,
+        HV=hv, K=K, V=V, BK=power(K), C=CHUNK, CORRECTS=call.corrects, COMPARED=gates.compared,
+        RAW_BETA=gates.raw_beta, PACKED=sequences.packed, EVEN=V % config["BV"] == 0, PRECISION=precision(call),
+        **config,
     )  # fmt: skip
     dq, dk = _make_parts(call, grads)
     dG = q.new_empty(*q.shape[:2], hv, K, dtype=torch.float32)
@@ -142,19 +143,20 @@ def fill_channel_gradients(call: Call, around: Around, work: ChannelWork, grads:
         "HV": hv, "R": hv // h, "K": K, "BK": BK, "C": CHUNK, "CORRECTS": call.corrects,
         "NORMALIZE": call.normalize_qk, "RAW": gates.raw_decay, "BIAS": gates.dt_bias is not None,
         "PACKED": sequences.packed, "SPLIT": q.dtype != torch.float32, "PRECISION": precision(call),
-        "AGAIN": wild is not None,
+        "COMPARED": gates.compared, "AGAIN": wild is not None,
     }  # fmt: skip
     config = launch("channel_state_gradients", BV=power(V))
     start(channel_state_gradients, (sequences.slots, hv, ceil_div(K, config["BX"])))(
-        q, k, gates.log_decay, gates.A_log, gates.dt_bias, states, dstates, doutput, grads.v, residuals,
-        dq, dk, dG, wild, spans, *call.where, q.stride(1), k.stride(1), residuals.stride(1),
+        q, k, gates.probe, gates.log_decay, gates.A_log, gates.dt_bias, states, dstates, doutput, grads.v, residuals,
+        dq, dk, grads.probe, dG, wild, spans, *call.where, q.stride(1), k.stride(1), residuals.stride(1),
         q.stride(2), k.stride(2), residuals.stride(2), call.scale, gates.lower_bound,
         V=V, EVEN=V % config["BV"] == 0, **options, **config,
     )  # fmt: skip
     config = launch("channel_gradients")
     start(channel_gradients, (sequences.slots, hv, ceil_div(K, config["BX"])))(
-        q, k, gates.log_decay, gates.A_log, gates.dt_bias, dP, dM, dq, dk, dG, grads.log_decay,
-        dA_log, ddt_bias, wild, spans, *call.where, *strides, call.scale, gates.lower_bound, **options, **config,
+        q, k, gates.probe, gates.log_decay, gates.A_log, gates.dt_bias, dP, dM, dq, dk, grads.probe, dG,
+        grads.log_decay, dA_log, ddt_bias, wild, spans, *call.where, *strides, call.scale, gates.lower_bound,
+        **options, **config,
     )  # fmt: skip
     _gather(call, dq, dk, grads)
     if dA_log is not None and grads.A_log is not None:

@@ -37,8 +37,10 @@ class PortableStages:
         """Return products.
 
         Products in float16 have 11 bits, which is more than bfloat16 inputs need and as many as float16 inputs have.
+        With a probe, no bound of single rows keeps the inverse in their range: I - k (erase * k)^T, as a step, may grow
+        without end even where erase is in [0, 2].
         """
-        if self.call.q.dtype != torch.bfloat16:
+        if self.call.q.dtype != torch.bfloat16 or self.call.gates.probe is not None:
             return ("tf32x3",)
         return ("fp16", "tf32x3") if self.call.corrects and not self._always_tame else ("fp16",)
 
