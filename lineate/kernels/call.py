@@ -60,9 +60,11 @@ def count_slots(t: int, sequences: int) -> int:
 
 
 def find_sequences(
-    q: Tensor, cu_seqlens: Tensor | None, cutting: Cutting = WHOLE, output: Tensor | None = None
+    q: Tensor, cu_seqlens: Tensor | None, cutting: Cutting = WHOLE, output: Tensor | None = None, writes: int = 1
 ) -> Sequences:  # fmt: skip
     """Find the sequences: the batch rows, or those packed into one row. Nothing waits for the device.
+
+    cu_seqlens counts tokens, each of which has `writes` rows; everything else counts rows.
 
     Tokens of output `1 t ...` that lie in no packed sequence are set to 0: bounds on a GPU are not checked, so there
     may be some, and filling all of it first would take as long as writing the results.
@@ -89,7 +91,7 @@ def find_sequences(
         start(find_slots, (programs,))(
             given, bounds, first_slots, slot_sequences, first_cuts, cut_sequences, output, t, count, slots, cuts,
             *cutting, BT=16 if count <= 16 else 256, BS=64, C=CHUNK, SIZE=0 if output is None else output.numel() // t,
-            num_warps=4, **linked(q.device),
+            WRITES=writes, num_warps=4, **linked(q.device),
         )  # fmt: skip
     likely = count * (cutting.count_segments(ceil_div(t, max(count, 1) * CHUNK)) - 1)
     places = bounds, first_slots, slot_sequences
@@ -185,17 +187,20 @@ class Call(NamedTuple):
         )
 
 
-def make_call(inputs: Inputs, options: Options, cutting: Cutting = WHOLE, output: Tensor | None = None) -> Call:
+def make_call(
+    inputs: Inputs, options: Options, cutting: Cutting = WHOLE, output: Tensor | None = None, writes: int = 1
+) -> Call:  # fmt: skip
     """Return the call of these inputs, its sequences cut by this rule; their state is passed to the stages separately.
 
-    Tokens of output, if it is given, that lie in no sequence are set to 0.
+    Tokens of output, if it is given, that lie in no sequence are set to 0. With `writes` rows of each token one after
+    another, only cu_seqlens counts tokens.
     """
     inputs.refuse_unread(STAGES_READ, "the stages")
     q, k, v, erase = inputs.q, inputs.k, inputs.v, inputs.erase
     given = inputs.log_decay, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.probe if erase is None else erase
     log_decay, beta, A_log, dt_bias, probe = (None if x is None else dense(x) for x in given)
     compared = "key" if probe is None else "probe" if erase is None else "erase"
-    sequences = find_sequences(q, inputs.cu_seqlens, cutting, output)
+    sequences = find_sequences(q, inputs.cu_seqlens, cutting, output, writes)
     return Call(
         in_rows(q),
         in_rows(k),

@@ -25,6 +25,7 @@ OPTIONS = Options._fields
 
 def _forward(inputs: Inputs, options: Options, outputs: Outputs) -> None:
     """Fill the output, the final state, and the states that enter each chunk, if they are wanted."""
+    inputs = general.in_rows_of_writes(inputs, options)
     output, final, states = outputs
     kept = states if states.shape[0] else None
     made, key = (output, final, kept), (options, kept is not None)
@@ -49,6 +50,7 @@ def _backward(
     inputs: Inputs, options: Options, states: Tensor, doutput: Tensor, dfinal: Tensor, grads: Inputs
 ) -> None:  # fmt: skip
     """Fill the gradients."""
+    inputs, grads = (general.in_rows_of_writes(x, options) for x in (inputs, grads))
     made = [x if x is not None and x.numel() else None for x in grads.tensors()]
     if replayed("backward", (doutput, dfinal, states, *inputs.tensors()), made, options):
         return
@@ -89,8 +91,10 @@ def _empty_outputs(inputs: Inputs, options: Options, keep: bool) -> Outputs:
     """Return memory for the outputs of a call, with states `slots hv v k` in the dtype of v."""
     v, state, cu_seqlens = inputs.v, inputs.state, inputs.cu_seqlens
     assert state is not None
-    b, t, _, key_dim = inputs.q.shape
-    hv, value_dim = v.shape[2:]
+    key_dim = inputs.q.shape[3]
+    (b, t), (hv, value_dim) = v.shape[:2], v.shape[-2:]
+    if options.rule.writes:
+        v, t = v[:, :, 0], t * v.shape[2]
     slots = b * count_slots(t, 1) if cu_seqlens is None else count_slots(t, cu_seqlens.shape[0] - 1)
     states = v.new_empty(slots if keep else 0, hv, value_dim, key_dim)
     return v.new_empty(v.shape), state.new_empty(state.shape), states
@@ -117,7 +121,7 @@ def remember_forward(signature: Signature | None, given: Inputs, inputs: Inputs,
         inputs: What it ran with.
         options: Likewise.
     """
-    if signature is None or not undecided(signature):
+    if signature is None or options.rule.writes or not undecided(signature):
         return
     state = inputs.state
     assert state is not None

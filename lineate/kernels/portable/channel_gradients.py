@@ -156,12 +156,12 @@ def channel_state_gradients(
     from_q = from_q * read * norm_q[:, None]
     total = queries.to(tl.float32) * from_q
     if CORRECTS:
-        probes = load_probes(probe, keys, start, rows, head, HV, first_x, K, BX, C, COMPARED)
         if COMPARED == "key":
             from_k = -from_k * read * norm_k[:, None]
-            total += probes * from_k
+            total += keys.to(tl.float32) * from_k
         else:
             from_k = -from_k * read
+            probes = load_probes(probe, keys, start, rows, head, HV, first_x, K, BX, C, COMPARED)
             if COMPARED == "erase":
                 probes = probes * norm_k[:, None]
             total += probes * from_k

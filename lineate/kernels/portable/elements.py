@@ -1,6 +1,8 @@
-"""Kernels of single numbers around the stages, for the rules of the general row: their values, and decay per head.
+"""Kernels of single numbers around the stages, for the rules of the general row: forth, and back for gradients.
 
-U = write * V        log_decay per head -> per channel        and the gradients back
+    U = write * V        log_decay per head -> per channel        one row of a token -> n rows
+
+Numbers of dense tensors are numbered consecutively; a program takes BLOCK of them.
 """
 
 import triton
@@ -55,3 +57,24 @@ def sum_channels(channels, total, count, D: tl.constexpr, BD: tl.constexpr, BLOC
     there = (i < count)[:, None] & (j < D)[None, :]
     parts = tl.load(channels + i[:, None] * D + j[None, :], mask=there, other=0.0).to(tl.float32)
     tl.store(total + i, tl.sum(parts, 1).to(total.dtype.element_ty), mask=i < count)
+
+
+@triton.jit(do_not_specialize=["count"])
+def interleave(
+    x, rows, count, stride, head_stride, H: tl.constexpr, D: tl.constexpr, N: tl.constexpr, AT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store each token of x as row AT of N, and 0 in the other rows: rows is dense, `token N H D`; x may be strided."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = i // (H * D)
+    own = (row % N == AT) & (i < count)
+    value = tl.load(x + row // N * stride + i // D % H * head_stride + i % D, mask=own, other=0.0)
+    tl.store(rows + i, value, mask=i < count)
+
+
+@triton.jit(do_not_specialize=["count"])
+def take_rows(rows, x, count, SIZE: tl.constexpr, N: tl.constexpr, AT: tl.constexpr, BLOCK: tl.constexpr):
+    """Store row AT of the N rows of each token; rows `token N SIZE` and x `token SIZE` are dense."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(rows + (i // SIZE * N + AT) * SIZE + i % SIZE, mask=i < count, other=0.0)
+    tl.store(x + i, value.to(x.dtype.element_ty), mask=i < count)
