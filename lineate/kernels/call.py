@@ -129,9 +129,11 @@ class Gates(NamedTuple):
     lower_bound: float | None = None
     probe: Tensor | None = None
     """`b t hv k`, contiguous: what the memory is compared with, or its factor of k, in rules of the general row."""
+    direction: Tensor | None = None
+    """`b t hv k`, contiguous: what is erased, if it is not the key that is written."""
     compared: str = "key"
-    """What is compared: "key", or with a probe "erase" (probe * k) or "probe". With a probe, decay is per channel,
-    log_decay is no raw gate, and there is no beta: v is the value that is written."""
+    """What is compared: "key", or with a probe "erase" (probe * k), or with a direction "probe". With a probe, decay is
+    per channel, log_decay is no raw gate, and there is no beta: v is the value that is written."""
 
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -174,14 +176,14 @@ class Call(NamedTuple):
         cutting = self.sequences.cutting if cutting is None else cutting
         if tokens == slice(0, t) and rows == slice(0, b) and cutting == self.sequences.cutting:
             return self
-        given = self.gates.log_decay, self.gates.beta, self.gates.probe
-        log_decay, beta, probe = (None if x is None else x[rows, tokens] for x in given)
+        given = self.gates.log_decay, self.gates.beta, self.gates.probe, self.gates.direction
+        log_decay, beta, probe, direction = (None if x is None else x[rows, tokens] for x in given)
         q, k, v = (x[rows, tokens] for x in (self.q, self.k, self.v))
         return self._replace(
             q=q,
             k=k,
             v=v,
-            gates=self.gates._replace(log_decay=log_decay, beta=beta, probe=probe),
+            gates=self.gates._replace(log_decay=log_decay, beta=beta, probe=probe, direction=direction),
             sequences=find_sequences(q, self.sequences.bounds, cutting),
             sizes=(q.shape[1], *self.sizes[1:]),
         )
@@ -197,8 +199,10 @@ def make_call(
     """
     inputs.refuse_unread(STAGES_READ, "the stages")
     q, k, v, erase = inputs.q, inputs.k, inputs.v, inputs.erase
-    given = inputs.log_decay, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.probe if erase is None else erase
-    log_decay, beta, A_log, dt_bias, probe = (None if x is None else dense(x) for x in given)
+    given = inputs.log_decay, inputs.beta, inputs.A_log, inputs.dt_bias
+    log_decay, beta, A_log, dt_bias = (None if x is None else dense(x) for x in given)
+    probe = inputs.probe if erase is None else erase
+    probe, direction = (None if x is None else dense(x) for x in (probe, inputs.direction))
     compared = "key" if probe is None else "probe" if erase is None else "erase"
     sequences = find_sequences(q, inputs.cu_seqlens, cutting, output, writes)
     return Call(
@@ -207,7 +211,8 @@ def make_call(
         in_rows(v),
         Gates(
             log_decay, beta, A_log, dt_bias,
-            options.beta_scale, options.raw_decay, options.raw_beta, options.lower_bound, probe, compared,
+            options.beta_scale, options.raw_decay, options.raw_beta, options.lower_bound, probe, direction,
+            compared,
         ),
         sequences,
         options.corrects,

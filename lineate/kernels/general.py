@@ -53,12 +53,15 @@ def backward(
     n, staged = _writes(inputs), _stage(inputs)
     call = make_call(staged, options, pipeline.cutting_of(staged.q, staged.v, "backward"), writes=n)
     dq, dlog_decay = (
-        None if given is None or own is None else given if own.shape == given.shape else torch.empty_like(own)
+        None if own is None else torch.empty_like(own) if given is None or own.shape != given.shape else given
         for given, own in ((grads.q, staged.q), (grads.log_decay, staged.log_decay))
     )
     assert grads.state is not None and dq is not None
+    probe = grads.probe if grads.erase is None else grads.erase
     doutput = doutput if n == 1 else _interleave(doutput, n, n - 1)
-    room = Gradients(dq, grads.k, grads.v, dlog_decay, grads.beta, grads.state, probe=grads.erase)
+    room = Gradients(
+        dq, grads.k, grads.v, dlog_decay, grads.beta, grads.state, probe=probe, direction=grads.direction
+    )  # fmt: skip
     pipeline.backward(call, doutput, dfinal, states, room)
     if inputs.write is not None and grads.write is not None:
         _values_backward(call, inputs.v, inputs.write, grads.v, grads.write)
@@ -89,8 +92,11 @@ def _stage(inputs: Inputs) -> Inputs:
     n, q, v, log_decay = _writes(inputs), inputs.q, inputs.v, inputs.log_decay
     if inputs.write is not None:
         v = _write_values(v, inputs.write)
-    if log_decay is not None and log_decay.dim() == 3 and inputs.erase is not None:
-        log_decay = _spread(log_decay, q.shape[3])
+    if inputs.erase is not None or inputs.probe is not None:
+        if log_decay is None:
+            log_decay = q.new_zeros(*v.shape[:3], q.shape[3], dtype=torch.float32)
+        elif log_decay.dim() == 3:
+            log_decay = _spread(log_decay, q.shape[3])
     if n > 1:
         q, log_decay = _interleave(q, n, n - 1), None if log_decay is None else _interleave(log_decay, n, 0)
     return inputs.replace(q=q, v=v, write=None, log_decay=log_decay, state=None)

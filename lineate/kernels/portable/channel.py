@@ -71,7 +71,8 @@ def load_probes(
 ):  # fmt: skip
     """Return channels first.. of what is compared with the memory, e without the norms of keys, [C, BX] in float32.
 
-    COMPARED: "key", then e = k; "erase", then e = probe * k; or "probe".
+    COMPARED: "key", then e = k; "erase", then e = probe * k; "probe", then k is the direction that is erased; "second",
+    the same probe with the key that is written.
     """
     probes = keys.to(tl.float32)
     if COMPARED != "key":
@@ -164,7 +165,8 @@ def channel_scores(
     (AGAIN) recomputes Qr, Kr, P, M and T from the first wild row of each chunk on. It also recomputes Kw of all rows
     and e^{G_c}, since these depend on the decay of the wild rows.
 
-    With a probe e (see load_probes), Kr and M have e in place of k as the reader, and beta is 1.
+    With a probe e (see load_probes), Kr and M have e in place of k as the reader, and beta is 1. A "second" launch
+    stores Kw, P and M of a second writer.
     """
     link(LINK)
     slot = tl.program_id(0)
@@ -177,13 +179,16 @@ def channel_scores(
         if first_row == C:
             return
     q += start * stride_q + head // R * head_q
-    k += start * stride_k + head // R * head_k
+    KR: tl.constexpr = 1 if COMPARED == "probe" else R
+    k += start * stride_k + head // KR * head_k
     EVEN_X: tl.constexpr = K % BX == 0
     dtype = q.dtype.element_ty
     i = tl.arange(0, C)
     norm_q, norm_k = load_norms(q, k, stride_q, stride_k, rows, scale, K, BK, C, NORMALIZE)
-    norm_e = norm_k
     if COMPARED == "probe":
+        norm_k = tl.zeros((C,), tl.float32) + 1.0
+    norm_e = norm_k
+    if COMPARED == "second":
         norm_e = tl.zeros((C,), tl.float32) + 1.0
     scores = tl.zeros((C, C), tl.float32)
     A = tl.zeros((C, C), tl.float32)
@@ -198,16 +203,19 @@ def channel_scores(
         decay = allowed(given)
         x = first + tl.arange(0, BX)
         decay = decay * LOG2E
-        tl.store(factors + at * (BK + C) + x, through_chunk(decay, SPLIT))
+        if COMPARED != "second":
+            tl.store(factors + at * (BK + C) + x, through_chunk(decay, SPLIT))
         coarse, fine = split(decay, SPLIT)
         row = (start * HV + head) * K + first
         read = tl.exp2(sums(spans, UP_TO, coarse, fine, C, SPLIT, PRECISION))
-        reader = queries.to(tl.float32) * read * norm_q[:, None]
-        store_tile(Qr + row, HV * K, reader, rows, left, C, BX, EVEN_X, first_row)
+        if COMPARED != "second":
+            reader = queries.to(tl.float32) * read * norm_q[:, None]
+            store_tile(Qr + row, HV * K, reader, rows, left, C, BX, EVEN_X, first_row)
         if CORRECTS:
             probes = load_probes(probe, keys, start, rows, head, HV, first, K, BX, C, COMPARED)
-            reader = probes * read * norm_e[:, None]
-            store_tile(Kr + row, HV * K, reader, rows, left, C, BX, EVEN_X, first_row)
+            if COMPARED != "second":
+                reader = probes * read * norm_e[:, None]
+                store_tile(Kr + row, HV * K, reader, rows, left, C, BX, EVEN_X, first_row)
         write = tl.exp2(sums(spans, BEHIND, coarse, fine, C, SPLIT, PRECISION))
         store_tile(Kw + row, HV * K, keys.to(tl.float32) * write * norm_k[:, None], rows, left, C, BX, EVEN_X)
         squares += tl.sum(keys.to(tl.float32) * keys.to(tl.float32), 1)
@@ -247,10 +255,12 @@ def channel_scores(
         A = tl.where(i[:, None] > i[None, :], A * norm_e[:, None] * norm_k[None, :], 0.0)
         if KEEP:
             store_tile(M + at * C * C, C, A, C, C, C, C, True, first_row)
+    if CORRECTS and COMPARED != "second":
         A = A * rate[:, None]
         if PRODUCTS == "fp16":
             first_wild = first_wild_row(rate, squares * norm_k * norm_k, C)
             tl.store(wild + at, first_wild)
             A = tl.where(i[:, None] < first_wild, A, 0.0)
         store_tile(T + at * C * C, C, invert(A, C, PRODUCTS), C, C, C, C, True, first_row)
-    tl.store(factors + at * (BK + C) + BK + i, rate)
+    if COMPARED != "second":
+        tl.store(factors + at * (BK + C) + BK + i, rate)

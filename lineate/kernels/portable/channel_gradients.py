@@ -122,9 +122,12 @@ def channel_state_gradients(
     start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
     EVEN_X: tl.constexpr = K % BX == 0
     left = K - first_x
+    KR: tl.constexpr = 1 if COMPARED == "probe" else R
     q += start * stride_q + head // R * head_q
-    k += start * stride_k + head // R * head_k
+    k += start * stride_k + head // KR * head_k
     norm_q, norm_k = load_norms(q, k, stride_q, stride_k, rows, scale, K, BK, C, NORMALIZE)
+    if COMPARED == "probe":
+        norm_k = tl.zeros((C,), tl.float32) + 1.0
     i = tl.arange(0, C)
     at = slot.to(tl.int64) * HV + head
     from_q = tl.zeros((C, BX), tl.float32)
@@ -282,6 +285,7 @@ def channel_gradients(
     """Add the gradients through P and M to dq, dk and dG of channel_state_gradients; then compute dlog_decay from dG.
 
     dprobe holds the gradient of e through the state on entry, and the gradient of the probe, or of erase, afterwards.
+    With a probe and a direction, a launch for the second writer follows, which computes dlog_decay.
 
     A pair of a reader and a writer adds the same amount to dG of the reader that it subtracts from that of the writer,
     and the two cancel in dlog_decay of the tokens before both. So both sides have the same rounded factors, Y and Z. If
@@ -300,10 +304,13 @@ def channel_gradients(
     dtype = q.dtype.element_ty
     EVEN_X: tl.constexpr = K % BX == 0
     left = K - first_x
+    KR: tl.constexpr = 1 if COMPARED == "probe" else R
     q += start * stride_q + head // R * head_q
-    k += start * stride_k + head // R * head_k
+    k += start * stride_k + head // KR * head_k
     row = (start * HV + head) * K + first_x
     norm_q, norm_k = load_norms(q, k, stride_q, stride_k, rows, scale, K, BK, C, NORMALIZE)
+    if COMPARED == "probe":
+        norm_k = tl.zeros((C,), tl.float32) + 1.0
     queries = load_tile(q + first_x, stride_q, rows, left, C, BX, EVEN_X)
     keys = load_tile(k + first_x, stride_k, rows, left, C, BX, EVEN_X)
     queries = queries.to(tl.float32) * norm_q[:, None]
@@ -348,10 +355,13 @@ def channel_gradients(
         dprobes = dprobes * keys
     dqueries = dqueries * norm_q[:, None] + load_tile(dq + row, HV * K, rows, left, C, BX, EVEN_X).to(tl.float32)
     dkeys = dkeys * norm_k[:, None] + load_tile(dk + row, HV * K, rows, left, C, BX, EVEN_X).to(tl.float32)
-    _store_decay_gradients(
-        total, log_decay, A_log, dt_bias, dlog_decay, dA_log, ddt_bias, spans, lower_bound,
-        slot, start, rows, head, HV, first_x, K, BX, C, RAW, BIAS, SPLIT, PRECISION,
-    )  # fmt: skip
+    if COMPARED == "probe":
+        store_tile(dG + row, HV * K, total, rows, left, C, BX, EVEN_X)
+    else:
+        _store_decay_gradients(
+            total, log_decay, A_log, dt_bias, dlog_decay, dA_log, ddt_bias, spans, lower_bound,
+            slot, start, rows, head, HV, first_x, K, BX, C, RAW, BIAS, SPLIT, PRECISION,
+        )  # fmt: skip
     store_tile(dq + row, HV * K, dqueries, rows, left, C, BX, EVEN_X)
     store_tile(dk + row, HV * K, dkeys, rows, left, C, BX, EVEN_X)
     if COMPARED != "key":

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lineate.call import Inputs, Options, Slots
 from lineate.kernels.call import Call, Gates
-from lineate.kernels.portable import launch_gradients, launch_scores, launch_walks
+from lineate.kernels.portable import launch_gradients, launch_scores, launch_second, launch_walks
 from lineate.kernels.portable.decode import decode
 from lineate.kernels.portable.split import CHAIN_WIDTH
 from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, InWalk, Prepared, RawGradients
@@ -69,7 +69,9 @@ class PortableStages:
         if call.channel:
             ready = self.make_channel_room(for_backward)
             self.fill_channel_scores(ready)
-            return ready
+            if call.gates.direction is None:
+                return ready
+            return launch_second.prepare_second(call, ready, self.products[0])
         ready = self.make_head_room(in_walk)
         launch_scores.fill_factors(call, ready)
         if ready.P is not None or ready.T is not None:
@@ -130,7 +132,10 @@ class PortableStages:
     def channel_gradients(self, ready: Prepared, around: Around, grads: Gradients) -> None:
         """Fill the gradients with decay per channel."""
         work = launch_gradients.fill_residuals(self.call, ready, around, grads)
-        launch_gradients.fill_channel_gradients(self.call, around, work, grads)
+        if ready.second is None:
+            launch_gradients.fill_channel_gradients(self.call, around, work, grads)
+        else:
+            launch_second.fill_both_gradients(self.call, ready, around, work, grads)
 
     @staticmethod
     def raw_gate_gradients(gates: Gates, dlog_decay: Tensor, dbeta: Tensor, raw: RawGradients) -> None:
