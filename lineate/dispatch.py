@@ -46,6 +46,7 @@ READS = {
 GENERAL_READS = {
     ("recurrent", "native"): native_general.READS,
     ("chunkwise", "native"): native_general.READS,
+    ("chunkwise", "triton"): kernels.GENERAL_READS,
 }
 """The same for rules of the general row, where another op computes them."""
 
@@ -189,8 +190,10 @@ def _triton_obstacle(rule: Rule, form: str, facts: Facts, chunk_size: int | None
         return "the triton kernels compute in float32, got float64 inputs"
     if form == "parallel":
         return "the triton backend has no parallel form"
-    if rule.general:
+    if rule.general and rule not in kernels.GENERAL_RULES:
         return f"the triton backend has no {rule.name}"
+    if rule.general and form == "recurrent":
+        return f"the triton backend has no recurrent form of {rule.name}"
     if unread := _unread(rule, form, "triton", facts):
         return f"the triton backend {unread}"
     if form == "chunkwise" and facts.beta_per_channel:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lineate.call import Inputs, Options
-from lineate.kernels import CHUNKWISE_READS
+from lineate.kernels import STAGES_READ
 from lineate.kernels.launching import ceil_div, linked, multiprocessors, start
 from lineate.kernels.portable.layout import clear_outside, find_slots
 from lineate.kernels.segments import CHUNK as CHUNK
@@ -60,9 +60,11 @@ def count_slots(t: int, sequences: int) -> int:
 
 
 def find_sequences(
-    q: Tensor, cu_seqlens: Tensor | None, cutting: Cutting = WHOLE, output: Tensor | None = None
+    q: Tensor, cu_seqlens: Tensor | None, cutting: Cutting = WHOLE, output: Tensor | None = None, writes: int = 1
 ) -> Sequences:  # fmt: skip
     """Find the sequences: the batch rows, or those packed into one row. Nothing waits for the device.
+
+    cu_seqlens counts tokens, each of which has `writes` rows; everything else counts rows.
 
     Tokens of output `1 t ...` that lie in no packed sequence are set to 0: bounds on a GPU are not checked, so there
     may be some, and filling all of it first would take as long as writing the results.
@@ -89,7 +91,7 @@ def find_sequences(
         start(find_slots, (programs,))(
             given, bounds, first_slots, slot_sequences, first_cuts, cut_sequences, output, t, count, slots, cuts,
             *cutting, BT=16 if count <= 16 else 256, BS=64, C=CHUNK, SIZE=0 if output is None else output.numel() // t,
-            num_warps=4, **linked(q.device),
+            WRITES=writes, num_warps=4, **linked(q.device),
         )  # fmt: skip
     likely = count * (cutting.count_segments(ceil_div(t, max(count, 1) * CHUNK)) - 1)
     places = bounds, first_slots, slot_sequences
@@ -125,6 +127,13 @@ class Gates(NamedTuple):
     raw_beta: bool = False
     """Whether beta = beta_scale sigmoid(logit)."""
     lower_bound: float | None = None
+    probe: Tensor | None = None
+    """`b t hv k`, contiguous: what the memory is compared with, or its factor of k, in rules of the general row."""
+    direction: Tensor | None = None
+    """`b t hv k`, contiguous: what is erased, if it is not the key that is written."""
+    compared: str = "key"
+    """What is compared: "key", or with a probe "erase" (probe * k), or with a direction "probe". With a probe, decay is
+    per channel, log_decay is no raw gate, and there is no beta: v is the value that is written."""
 
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -167,35 +176,43 @@ class Call(NamedTuple):
         cutting = self.sequences.cutting if cutting is None else cutting
         if tokens == slice(0, t) and rows == slice(0, b) and cutting == self.sequences.cutting:
             return self
-        log_decay, beta = (None if x is None else x[rows, tokens] for x in (self.gates.log_decay, self.gates.beta))
+        given = self.gates.log_decay, self.gates.beta, self.gates.probe, self.gates.direction
+        log_decay, beta, probe, direction = (None if x is None else x[rows, tokens] for x in given)
         q, k, v = (x[rows, tokens] for x in (self.q, self.k, self.v))
         return self._replace(
             q=q,
             k=k,
             v=v,
-            gates=self.gates._replace(log_decay=log_decay, beta=beta),
+            gates=self.gates._replace(log_decay=log_decay, beta=beta, probe=probe, direction=direction),
             sequences=find_sequences(q, self.sequences.bounds, cutting),
             sizes=(q.shape[1], *self.sizes[1:]),
         )
 
 
-def make_call(inputs: Inputs, options: Options, cutting: Cutting = WHOLE, output: Tensor | None = None) -> Call:
+def make_call(
+    inputs: Inputs, options: Options, cutting: Cutting = WHOLE, output: Tensor | None = None, writes: int = 1
+) -> Call:  # fmt: skip
     """Return the call of these inputs, its sequences cut by this rule; their state is passed to the stages separately.
 
-    Tokens of output, if it is given, that lie in no sequence are set to 0.
+    Tokens of output, if it is given, that lie in no sequence are set to 0. With `writes` rows of each token one after
+    another, only cu_seqlens counts tokens.
     """
-    inputs.refuse_unread(CHUNKWISE_READS, "the stages")
-    q, k, v = inputs.q, inputs.k, inputs.v
+    inputs.refuse_unread(STAGES_READ, "the stages")
+    q, k, v, erase = inputs.q, inputs.k, inputs.v, inputs.erase
     given = inputs.log_decay, inputs.beta, inputs.A_log, inputs.dt_bias
     log_decay, beta, A_log, dt_bias = (None if x is None else dense(x) for x in given)
-    sequences = find_sequences(q, inputs.cu_seqlens, cutting, output)
+    probe = inputs.probe if erase is None else erase
+    probe, direction = (None if x is None else dense(x) for x in (probe, inputs.direction))
+    compared = "key" if probe is None else "probe" if erase is None else "erase"
+    sequences = find_sequences(q, inputs.cu_seqlens, cutting, output, writes)
     return Call(
         in_rows(q),
         in_rows(k),
         in_rows(v),
         Gates(
             log_decay, beta, A_log, dt_bias,
-            options.beta_scale, options.raw_decay, options.raw_beta, options.lower_bound,
+            options.beta_scale, options.raw_decay, options.raw_beta, options.lower_bound, probe, direction,
+            compared,
         ),
         sequences,
         options.corrects,

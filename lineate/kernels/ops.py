@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lineate.call import Inputs, Options, Slots
-from lineate.kernels import CHUNKWISE_READS, RECURRENT_READS
+from lineate.kernels import CHUNKWISE_READS, GENERAL_READS, RECURRENT_READS, general
 from lineate.kernels import pipeline as kernels
 from lineate.kernels.call import CHUNK, aligned, count_slots, dense, in_rows, lies_dense, make_call
 from lineate.kernels.replaying import Tape
@@ -25,6 +25,7 @@ OPTIONS = Options._fields
 
 def _forward(inputs: Inputs, options: Options, outputs: Outputs) -> None:
     """Fill the output, the final state, and the states that enter each chunk, if they are wanted."""
+    inputs = general.in_rows_of_writes(inputs, options)
     output, final, states = outputs
     kept = states if states.shape[0] else None
     made, key = (output, final, kept), (options, kept is not None)
@@ -36,6 +37,9 @@ def _forward(inputs: Inputs, options: Options, outputs: Outputs) -> None:
 
     def run() -> None:
         given = laid_out.replace(state=None)
+        if options.rule.general:
+            general.forward(given, options, state, output, final, kept)
+            return
         cutting = kernels.cutting_of(given.q, given.v, "forward", kernels.makes_beside(given, options))
         kernels.forward(make_call(given, options, cutting, output), state, output, final, kept)
 
@@ -46,6 +50,7 @@ def _backward(
     inputs: Inputs, options: Options, states: Tensor, doutput: Tensor, dfinal: Tensor, grads: Inputs
 ) -> None:  # fmt: skip
     """Fill the gradients."""
+    inputs, grads = (general.in_rows_of_writes(x, options) for x in (inputs, grads))
     made = [x if x is not None and x.numel() else None for x in grads.tensors()]
     if replayed("backward", (doutput, dfinal, states, *inputs.tensors()), made, options):
         return
@@ -53,6 +58,9 @@ def _backward(
     doutput, dfinal = aligned(doutput.contiguous()), dfinal.contiguous()
 
     def run() -> None:
+        if options.rule.general:
+            general.backward(laid_out, options, states, doutput, dfinal, grads)
+            return
         call = make_call(laid_out, options, kernels.cutting_of(laid_out.q, laid_out.v, "backward"))
         kernels.backward(call, doutput, dfinal, states, _gradients(grads))
 
@@ -83,19 +91,25 @@ def _empty_outputs(inputs: Inputs, options: Options, keep: bool) -> Outputs:
     """Return memory for the outputs of a call, with states `slots hv v k` in the dtype of v."""
     v, state, cu_seqlens = inputs.v, inputs.state, inputs.cu_seqlens
     assert state is not None
-    b, t, _, key_dim = inputs.q.shape
-    hv, value_dim = v.shape[2:]
+    key_dim = inputs.q.shape[3]
+    (b, t), (hv, value_dim) = v.shape[:2], v.shape[-2:]
+    if options.rule.writes:
+        v, t = v[:, :, 0], t * v.shape[2]
     slots = b * count_slots(t, 1) if cu_seqlens is None else count_slots(t, cu_seqlens.shape[0] - 1)
     states = v.new_empty(slots if keep else 0, hv, value_dim, key_dim)
     return v.new_empty(v.shape), state.new_empty(state.shape), states
 
 
 _run = chunk_op.register("chunkwise_triton", _forward, _backward, CHUNKWISE_READS, OPTIONS, _empty_outputs)
+_run_general = chunk_op.register(
+    "chunkwise_general_triton", _forward, _backward, GENERAL_READS, chunk_op.OPTIONS, _empty_outputs
+)
 
 
 def chunkwise(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """Return the output and the final state."""
-    return _run(inputs, options if options.chunk_size == CHUNK else options._replace(chunk_size=CHUNK))
+    run = _run_general if options.rule.general else _run
+    return run(inputs, options if options.chunk_size == CHUNK else options._replace(chunk_size=CHUNK))
 
 
 def remember_forward(signature: Signature | None, given: Inputs, inputs: Inputs, options: Options) -> None:
@@ -107,7 +121,7 @@ def remember_forward(signature: Signature | None, given: Inputs, inputs: Inputs,
         inputs: What it ran with.
         options: Likewise.
     """
-    if signature is None or not undecided(signature):
+    if signature is None or options.rule.writes or not undecided(signature):
         return
     state = inputs.state
     assert state is not None

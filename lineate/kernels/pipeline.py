@@ -45,7 +45,9 @@ def backward(call: Call, doutput: Tensor, dfinal: Tensor, states: Tensor, grads:
         )
         inner = grads._replace(log_decay=log_decay, beta=beta, A_log=None, dt_bias=None)
     _backward_in_slices(call, doutput, dfinal, states, inner)
-    clear(call.sequences, call.q.shape[1], *inner[:5])
+    clear(call.sequences, call.q.shape[1], *inner[:4], inner.beta if inner.probe is None else inner.probe)
+    if inner.direction is not None:
+        clear(call.sequences, call.q.shape[1], inner.direction)
     if outside:
         log_decay, beta, dgate, dwrite, dA_log, ddt_bias = (
             call.q.new_empty(0) if x is None else x
@@ -100,7 +102,11 @@ def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:
     back = cutting_of(call.q, call.v, "backward") if keep else WHOLE
     kind = (
         "compiled",
-        *((None if x is None else (x.device, x.dtype, *x.shape[2:])) for x in (call.q, call.v, *call.gates.tensors)),
+        *(
+            None if x is None else (x.device, x.dtype, *x.shape[2:])
+            for x in (call.q, call.v, *call.gates.tensors, call.gates.probe, call.gates.direction)
+        ),
+        call.gates.compared,
         call.gates.raw_decay, call.gates.raw_beta, call.gates.lower_bound is None, call.corrects, call.normalize_qk,
         call.sequences.packed, stages.variant(), stages.made_in_walk(keep), call.sequences.cuts > 0,
         _is_cut(call, back), keep,
@@ -188,19 +194,20 @@ def _room_for_states(call: Call) -> Tensor:
 
 def empty_gradients(call: Call, dstate: Tensor) -> Gradients:
     """Return buffers for all of a call's gradients."""
-    q, k, v, log_decay, beta, A_log, dt_bias = (
+    q, k, v, log_decay, beta, A_log, dt_bias, probe, direction = (
         None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x in (call.q, call.k, call.v, *call.gates.tensors)
+        for x in (call.q, call.k, call.v, *call.gates.tensors, call.gates.probe, call.gates.direction)
     )
     assert q is not None and k is not None and v is not None
-    return Gradients(q, k, v, log_decay, beta, dstate, A_log, dt_bias)
+    return Gradients(q, k, v, log_decay, beta, dstate, A_log, dt_bias, probe, direction)
 
 
 def _within(grads: Gradients, rows: slice, tokens: slice, dstate: Tensor) -> Gradients:
     """Return the gradients of a slice of rows and tokens, as views."""
-    log_decay, beta = (None if x is None else x[rows, tokens] for x in (grads.log_decay, grads.beta))
+    given = grads.log_decay, grads.beta, grads.probe, grads.direction
+    log_decay, beta, probe, direction = (None if x is None else x[rows, tokens] for x in given)
     q, k, v = (x[rows, tokens] for x in (grads.q, grads.k, grads.v))
-    return Gradients(q, k, v, log_decay, beta, dstate, grads.A_log, grads.dt_bias)
+    return Gradients(q, k, v, log_decay, beta, dstate, grads.A_log, grads.dt_bias, probe, direction)
 
 
 def _slices(stages: Stages, states: Tensor) -> Iterator[tuple[slice, slice]]:

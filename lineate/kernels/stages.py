@@ -50,6 +50,19 @@ class InWalk(Enum):
     """P and T."""
 
 
+class Second(NamedTuple):
+    """The second writer of a call, whose values do not depend on the state; what is erased is the first."""
+
+    w: Tensor
+    """Kw."""
+    P: Tensor
+    """`slot hv c c`."""
+    M: Tensor
+    """`slot hv c c`."""
+    values: Tensor
+    """-M U, `token hv v`: the values of the first writer, of which its solve makes what is erased, with the sign -."""
+
+
 class Prepared(NamedTuple):
     """The parts of a call without the state. q, k, w are Qr, Kr, Kw if decay is per channel, else q, k, k."""
 
@@ -69,6 +82,8 @@ class Prepared(NamedTuple):
     """`slot hv`: a 1 for each chunk whose P and T are written; only if they are computed while the walk runs."""
     norms: Tensor | None = None
     """`slot hv 2 c`: scale / |q_i|, 1 / |k_i|; only where one kernel computes them for another."""
+    second: Second | None = None
+    """The key that is written, if it is not what is erased; k, w, P and T are then those of what is erased."""
 
 
 class ForwardWalk(NamedTuple):
@@ -132,6 +147,8 @@ class Gradients(NamedTuple):
     state: Tensor
     A_log: Tensor | None = None
     dt_bias: Tensor | None = None
+    probe: Tensor | None = None
+    direction: Tensor | None = None
 
 
 class RawGradients(NamedTuple):

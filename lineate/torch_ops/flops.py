@@ -162,6 +162,8 @@ _COUNTS: dict[str, Callable[[dict[str, Any]], int]] = {
     "chunkwise_general_backward": _twice(_general),
     "chunkwise_general_native": _general_in_torch_chunks,
     "chunkwise_general_native_backward": _twice(_general_in_torch_chunks),
+    "chunkwise_general_triton": _general_in_torch_chunks,
+    "chunkwise_general_triton_backward": _twice(_general_in_torch_chunks),
     "recurrent_general_native": _recurrent,
     "chunkwise_native": _in_torch_chunks,
     "chunkwise_native_backward": _twice(_in_torch_chunks),

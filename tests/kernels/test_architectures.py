@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lineate.rule import DIAGONAL_PLUS_LOW_RANK, GATED_DELTA_2, GATED_DELTA_PRODUCT
 from tests.support.cases import (
     GATED_DELTA,
     GATED_LINEAR,
@@ -18,6 +19,7 @@ from tests.support.cases import (
     draw,
     interpreted,
 )
+from tests.support.general_cases import drawn, narrow
 
 pytest.importorskip("triton")
 architectures = importlib.import_module("lineate.kernels.architectures")
@@ -138,7 +140,9 @@ def launches(monkeypatch, add_architecture):
     add_architecture(Everywhere)
     found = Launches()
     for folder in ("hopper", "portable"):
-        for name in ("launch_scores", "launch_walks", "launch_gradients"):
+        for name in ("launch_scores", "launch_walks", "launch_gradients", "launch_second"):
+            if (folder, name) == ("hopper", "launch_second"):
+                continue
             module = importlib.import_module(f"lineate.kernels.{folder}.{name}")
             monkeypatch.setattr(module, "start", found.start)
     return found
@@ -182,6 +186,32 @@ def test_hopper_launches_its_own_kernels(row, launches):
     inputs = convert(draw(row, Shape(12, 10, 12, 12, 128, 128)), torch.bfloat16)
     made = [[name for folder, name in part if folder == "hopper"] for part in launch_all(row, inputs, launches)]
     assert made == GLUON[row]
+
+
+GENERAL = {
+    GATED_DELTA_2: [["forward_state"], ["backward_state"]],
+    DIAGONAL_PLUS_LOW_RANK: [[], ["backward_state"]],
+    GATED_DELTA_PRODUCT: [["head_scores", "forward_state"], ["head_scores", "backward_state", "head_gradients"]],
+}
+
+
+@pytest.mark.parametrize("rule", GENERAL, ids=lambda rule: rule.name)
+def test_hopper_runs_the_general_row_in_the_walks_that_are_the_same(rule, launches, monkeypatch):
+    """With a probe, scores and gradients are portable, and so is the forward walk with a second writer."""
+    calls, general = importlib.import_module("lineate.call"), importlib.import_module("lineate.kernels.general")
+    monkeypatch.setattr(general, "start", launches.start)
+    options = calls.Options(rule, 1.0)
+    inputs = narrow(drawn(rule, "head", 2, shape=Shape(12, 10, 12, 12, 128, 128)), torch.bfloat16)
+    given = calls.Inputs.of({name: inputs.get(name) for name in calls.Inputs.NAMES})
+    given = general.in_rows_of_writes(given, options)
+    grads = given.map(torch.empty_like)
+    output, final = given.q.new_empty(12, 10, 12, 128), torch.empty_like(inputs["state"])
+    states = output.new_empty(12, 12, 128, 128)
+    general.forward(given.replace(state=None), options, inputs["state"], output, final, states)
+    count = len(launches)
+    general.backward(given, options, states, output, final, grads)
+    made = [[name for folder, name in part if folder == "hopper"] for part in (launches[:count], launches[count:])]
+    assert made == GENERAL[rule]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import lineate
+from lineate.kernels import GENERAL_RULES
 from tests.support.lowering import Lowering, lowering
 
 pytest.importorskip("triton")
@@ -75,6 +76,19 @@ def rule(gpu: tuple[int, str], row: str, gates: str, size: str, backward: bool, 
     return Case(gpu[0], "rule", options)
 
 
+def general_rules(passes: bool) -> Iterator[Case]:
+    """Yield the rules of the general row on every GPU, with their decays, sizes and packed sequences in turns."""
+    sizes, packed, normed = (
+        cycle(("128", "60", "grouped", "64", "wide")),
+        cycle((False, True)),
+        cycle((True, True, False)),
+    )
+    for (capability, dtype), rule in product(GPUS if passes else GPUS[:4], GENERAL_RULES):
+        for decay in rule.decays:
+            options = dict(row=rule.name, dtype=dtype, decay=decay, size=next(sizes), normed=next(normed))
+            yield Case(capability, "general", options | dict(packed=next(packed), backward=True), passes)
+
+
 def steps() -> Iterator[Case]:
     """Yield the rules token by token, and the other kernels of a decoding step."""
     turns = cycle(product(("raw", "given"), ("float32", "bfloat16"), ("rows", "tokens", "none")))
@@ -120,9 +134,10 @@ def layers() -> Iterator[Case]:
         yield Case(80, "memory", dict(name=name, backward=True, d=d))
 
 
-FAST = [*rules(), *steps(), *experts(), *layers()]
+FAST = [*rules(), *general_rules(passes=False), *steps(), *experts(), *layers()]
 SLOW = [
     *more_rules(),
+    *general_rules(passes=True),
     *(case._replace(passes=True) for case in chain(steps(), experts(), layers())),
 ]
 

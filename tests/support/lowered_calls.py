@@ -114,6 +114,30 @@ def rule(row: str, dtype: str, backward: bool, packed: bool, gates: str, size: s
     differentiated(outputs, backward, leaves)
 
 
+def general(row: str, dtype: str, backward: bool, packed: bool, decay: str, size: str, normed: bool = False) -> None:
+    """Run a rule of the general row. decay: "none", "head" or "channel"; packed: two sequences."""
+    b, t, h, hv, k, v = SIZES[size]
+    if packed:
+        b, t = 1, b * t
+    rows, several = 2 if packed else b, (2,) if row == "gated_delta_product" else ()
+    inputs = {"q": empty(b, t, h, k, dtype=dtype), "k": empty(b, t, *several, h, k, dtype=dtype)}
+    inputs |= {"v": empty(b, t, *several, hv, v, dtype=dtype), "state": empty(rows, hv, k, v)}
+    inputs["log_decay"] = None if decay == "none" else empty(b, t, hv, *((k,) if decay == "channel" else ()))
+    widths = {
+        "gated_delta_rule_2": {"erase": k, "write": v}, "diagonal_plus_low_rank": {"probe": k, "direction": k},
+        "gated_delta_product": {},
+    }  # fmt: skip
+    inputs |= {name: empty(b, t, hv, width, dtype=dtype) for name, width in widths[row].items()}
+    if several:
+        inputs["beta"] = empty(b, t, *several, hv, dtype=dtype)
+    leaves = [x.requires_grad_(backward) for x in inputs.values() if x is not None]
+    outputs = getattr(lineate, row)(
+        **inputs, cu_seqlens=empty(rows + 1, dtype="int64") if packed else None, form="chunkwise", backend="triton",
+        normalize_qk=normed,
+    )  # fmt: skip
+    differentiated(outputs, backward, leaves)
+
+
 def ahead(**options: Any) -> None:
     """Run a rule whose kernels are compiled before it, and refuse those that are not."""
     gpus = triton.runtime.driver.active
@@ -385,4 +409,4 @@ def broken() -> None:
     launching.start(move_pointer, (1,))(None, GIVEN=False)
 
 
-CALLS = {f.__name__: f for f in (rule, ahead, decode, layer, step, quantised, experts, memory, broken)}
+CALLS = {f.__name__: f for f in (rule, general, ahead, decode, layer, step, quantised, experts, memory, broken)}

@@ -102,7 +102,7 @@ class HopperStages(PortableStages):
         """Go from chunk to chunk and fill the buffers of the walk."""
         if self.call.corrects and ready.T is None:
             launch_walks.walk_whole(self.call, ready, walk)
-        elif self.takes_call:
+        elif self.takes_call and ready.second is None:  # the Gluon walk has one writer
             launch_walks.walk_forward(self.call, ready, walk)
         else:
             super().walk_forward(ready, walk)
@@ -153,11 +153,15 @@ def _takes_call(call: Call) -> bool:
 
 
 def _takes_channel(call: Call) -> bool:
-    """Whether the Gluon scores and gradients for decay per channel support a call that the walks support."""
+    """Whether the Gluon scores and gradients for decay per channel support a call that the walks support.
+
+    They compare with the key. With a probe the portable ones run, around the Gluon walks.
+    """
     decay = call.gates.log_decay
     return (
         decay is not None
         and call.channel
+        and call.gates.compared == "key"
         and call.q.dtype == torch.bfloat16
         and call.sizes[3] == 128
         and decay.element_size() <= 4

@@ -65,6 +65,26 @@ def load_decay(
 
 
 @triton.jit
+def load_probes(
+    probe, keys, start, rows, head, HV: tl.constexpr, first, K: tl.constexpr, BX: tl.constexpr, C: tl.constexpr,
+    COMPARED: tl.constexpr,
+):  # fmt: skip
+    """Return channels first.. of what is compared with the memory, e without the norms of keys, [C, BX] in float32.
+
+    COMPARED: "key", then e = k; "erase", then e = probe * k; "probe", then k is the direction that is erased; "second",
+    the same probe with the key that is written.
+    """
+    probes = keys.to(tl.float32)
+    if COMPARED != "key":
+        given = load_tile(probe + (start * HV + head) * K + first, HV * K, rows, K - first, C, BX, K % BX == 0)
+        if COMPARED == "erase":
+            probes = given.to(tl.float32) * probes
+        else:
+            probes = given.to(tl.float32)
+    return probes
+
+
+@triton.jit
 def split(x, SPLIT: tl.constexpr):
     """Split x into two parts of 8 bits, whose products with zeros and ones are exact (SPLIT), or return it unsplit."""
     coarse, fine = x, x
@@ -132,18 +152,21 @@ def through_chunk(decay, SPLIT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["t"])
 def channel_scores(
-    q, k, log_decay, beta, A_log, dt_bias, Qr, Kr, Kw, P, M, T, factors, wild, spans,
+    q, k, probe, log_decay, beta, A_log, dt_bias, Qr, Kr, Kw, P, M, T, factors, wild, spans,
     bounds, first_slots, slot_texts, t, stride_q, stride_k, head_q, head_k, scale, beta_scale, lower_bound,
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr, C: tl.constexpr,
     CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr, RAW_BETA: tl.constexpr,
     BIAS: tl.constexpr, KEEP: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    PRODUCTS: tl.constexpr, AGAIN: tl.constexpr, LINK: tl.constexpr,
+    PRODUCTS: tl.constexpr, COMPARED: tl.constexpr, AGAIN: tl.constexpr, LINK: tl.constexpr,
 ):  # fmt: skip
     """Compute the scores, BX channels at a time; a program takes a chunk and value head.
 
     PRODUCTS and wild are as in head_scores. After a first launch, of this kernel or of hopper/channel.py, a second one
     (AGAIN) recomputes Qr, Kr, P, M and T from the first wild row of each chunk on. It also recomputes Kw of all rows
     and e^{G_c}, since these depend on the decay of the wild rows.
+
+    With a probe e (see load_probes), Kr and M have e in place of k as the reader, and beta is 1. A "second" launch
+    stores Kw, P and M of a second writer.
     """
     link(LINK)
     slot = tl.program_id(0)
@@ -156,11 +179,17 @@ def channel_scores(
         if first_row == C:
             return
     q += start * stride_q + head // R * head_q
-    k += start * stride_k + head // R * head_k
+    KR: tl.constexpr = 1 if COMPARED == "probe" else R
+    k += start * stride_k + head // KR * head_k
     EVEN_X: tl.constexpr = K % BX == 0
     dtype = q.dtype.element_ty
     i = tl.arange(0, C)
     norm_q, norm_k = load_norms(q, k, stride_q, stride_k, rows, scale, K, BK, C, NORMALIZE)
+    if COMPARED == "probe":
+        norm_k = tl.zeros((C,), tl.float32) + 1.0
+    norm_e = norm_k
+    if COMPARED == "second":
+        norm_e = tl.zeros((C,), tl.float32) + 1.0
     scores = tl.zeros((C, C), tl.float32)
     A = tl.zeros((C, C), tl.float32)
     squares = tl.zeros((C,), tl.float32)
@@ -174,15 +203,19 @@ def channel_scores(
         decay = allowed(given)
         x = first + tl.arange(0, BX)
         decay = decay * LOG2E
-        tl.store(factors + at * (BK + C) + x, through_chunk(decay, SPLIT))
+        if COMPARED != "second":
+            tl.store(factors + at * (BK + C) + x, through_chunk(decay, SPLIT))
         coarse, fine = split(decay, SPLIT)
         row = (start * HV + head) * K + first
         read = tl.exp2(sums(spans, UP_TO, coarse, fine, C, SPLIT, PRECISION))
-        reader = queries.to(tl.float32) * read * norm_q[:, None]
-        store_tile(Qr + row, HV * K, reader, rows, left, C, BX, EVEN_X, first_row)
+        if COMPARED != "second":
+            reader = queries.to(tl.float32) * read * norm_q[:, None]
+            store_tile(Qr + row, HV * K, reader, rows, left, C, BX, EVEN_X, first_row)
         if CORRECTS:
-            reader = keys.to(tl.float32) * read * norm_k[:, None]
-            store_tile(Kr + row, HV * K, reader, rows, left, C, BX, EVEN_X, first_row)
+            probes = load_probes(probe, keys, start, rows, head, HV, first, K, BX, C, COMPARED)
+            if COMPARED != "second":
+                reader = probes * read * norm_e[:, None]
+                store_tile(Kr + row, HV * K, reader, rows, left, C, BX, EVEN_X, first_row)
         write = tl.exp2(sums(spans, BEHIND, coarse, fine, C, SPLIT, PRECISION))
         store_tile(Kw + row, HV * K, keys.to(tl.float32) * write * norm_k[:, None], rows, left, C, BX, EVEN_X)
         squares += tl.sum(keys.to(tl.float32) * keys.to(tl.float32), 1)
@@ -195,7 +228,7 @@ def channel_scores(
         meet = same_block(C) & good[:, None]
         scores += tl.where(meet, tl.dot(Y, tl.trans(Z), input_precision=PRECISION), 0.0)
         if CORRECTS:
-            Y = (keys.to(tl.float32) * F).to(dtype)
+            Y = (probes * F).to(dtype)
             A += tl.where(meet, tl.dot(Y, tl.trans(Z), input_precision=PRECISION), 0.0)
         first_level = BLOCK_LEVEL
         if tl.min(good.to(tl.int32), 0) == 0:
@@ -207,21 +240,27 @@ def channel_scores(
             Y = (queries.to(tl.float32) * F).to(dtype)
             scores += tl.where(meet, tl.dot(Y, tl.trans(Z), input_precision=PRECISION), 0.0)
             if CORRECTS:
-                A += tl.where(meet, tl.dot(Z, tl.trans(Z), input_precision=PRECISION), 0.0)
+                Y = Z
+                if COMPARED != "key":
+                    Y = (probes * F).to(dtype)
+                A += tl.where(meet, tl.dot(Y, tl.trans(Z), input_precision=PRECISION), 0.0)
     scores = tl.where(i[:, None] >= i[None, :], scores * norm_q[:, None] * norm_k[None, :], 0.0)
     store_tile(P + at * C * C, C, scores, C, C, C, C, True, first_row)
     rate = tl.where(i < rows, 1.0, 0.0)
     if CORRECTS:
-        rate = tl.load(beta + (start + i) * HV + head, mask=i < rows, other=0.0).to(tl.float32)
-        if RAW_BETA:
-            rate = tl.where(i < rows, beta_scale * tl.sigmoid(rate), 0.0)
-        A = tl.where(i[:, None] > i[None, :], A * norm_k[:, None] * norm_k[None, :], 0.0)
+        if COMPARED == "key":
+            rate = tl.load(beta + (start + i) * HV + head, mask=i < rows, other=0.0).to(tl.float32)
+            if RAW_BETA:
+                rate = tl.where(i < rows, beta_scale * tl.sigmoid(rate), 0.0)
+        A = tl.where(i[:, None] > i[None, :], A * norm_e[:, None] * norm_k[None, :], 0.0)
         if KEEP:
             store_tile(M + at * C * C, C, A, C, C, C, C, True, first_row)
+    if CORRECTS and COMPARED != "second":
         A = A * rate[:, None]
         if PRODUCTS == "fp16":
             first_wild = first_wild_row(rate, squares * norm_k * norm_k, C)
             tl.store(wild + at, first_wild)
             A = tl.where(i[:, None] < first_wild, A, 0.0)
         store_tile(T + at * C * C, C, invert(A, C, PRODUCTS), C, C, C, C, True, first_row)
-    tl.store(factors + at * (BK + C) + BK + i, rate)
+    if COMPARED != "second":
+        tl.store(factors + at * (BK + C) + BK + i, rate)

@@ -5,6 +5,9 @@
 
 The gradients of P and M go to q, k and the decays through the same pairs as in channel_scores: those inside a block of
 16 tokens at once, the others level by level.
+
+With a probe e in place of k as the reader of M (load_probes in channel.py), beta is 1, and d(Er) = -X S^T and the
+gradient through M go to e; from there to the probe, or to erase and k.
 """
 
 import triton
@@ -17,6 +20,7 @@ from lineate.kernels.portable.channel import (
     LEVELS,
     UP_TO,
     load_decay,
+    load_probes,
     pairs,
     same_block,
     split,
@@ -43,11 +47,12 @@ def channel_residuals(
     k, v, M, T, factors, states, doutput, dv, dbeta, residuals, dP, dM,
     bounds, first_slots, slot_texts, t, stride_v, head_v, beta_scale,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    CORRECTS: tl.constexpr, RAW_BETA: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    CORRECTS: tl.constexpr, COMPARED: tl.constexpr, RAW_BETA: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute R, dP = tril(dO R^T), dM = -beta tril(X R^T, -1), dbeta and dV = beta X of one chunk and head; k is Kr.
 
-    dv holds X on entry. Rules that only accumulate need dP alone; their R is V.
+    dv holds X on entry. Rules that only accumulate need dP alone; their R is V. With a probe there is no dbeta.
     """
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -81,6 +86,7 @@ def channel_residuals(
     store_tile(dP + at * C * C, C, tl.where(i[:, None] >= i[None, :], dscores, 0.0), C, C, C, C, True)
     if CORRECTS:
         store_tile(dM + at * C * C, C, tl.where(strictly_lower, XR, 0.0) * -beta[:, None], C, C, C, C, True)
+    if CORRECTS and COMPARED == "key":
         own = tl.sum(tl.where(i[:, None] == i[None, :], XR, 0.0), 1)
         scores = load_tile(M + at * C * C, C, C, C, C, C, True).to(tl.float32)
         unscaled = XE - tl.sum(tl.where(strictly_lower, XR * scores, 0.0), 1)
@@ -93,18 +99,18 @@ def channel_residuals(
 
 @triton.jit(do_not_specialize=["t"])
 def channel_state_gradients(
-    q, k, log_decay, A_log, dt_bias, states, dstates, doutput, dv, residuals, dq, dk, dG, wild, spans,
+    q, k, probe, log_decay, A_log, dt_bias, states, dstates, doutput, dv, residuals, dq, dk, dprobe, dG, wild, spans,
     bounds, first_slots, slot_texts, t, stride_q, stride_k, stride_r, head_q, head_k, head_r, scale,
     lower_bound,
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr, CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr,
     BIAS: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    AGAIN: tl.constexpr,
+    COMPARED: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk and dG (float32, `token hv k`) of BX channels of a chunk and value head, through the state.
 
     These are their parts as readers and writers of the state. dq and dk are `token hv k` too; with NORMALIZE they are
-    the gradients of the unit vectors times the inverse norms, which gather completes.
+    the gradients of the unit vectors times the inverse norms, which gather completes. dprobe gets that of e.
     """
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -116,9 +122,12 @@ def channel_state_gradients(
     start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
     EVEN_X: tl.constexpr = K % BX == 0
     left = K - first_x
+    KR: tl.constexpr = 1 if COMPARED == "probe" else R
     q += start * stride_q + head // R * head_q
-    k += start * stride_k + head // R * head_k
+    k += start * stride_k + head // KR * head_k
     norm_q, norm_k = load_norms(q, k, stride_q, stride_k, rows, scale, K, BK, C, NORMALIZE)
+    if COMPARED == "probe":
+        norm_k = tl.zeros((C,), tl.float32) + 1.0
     i = tl.arange(0, C)
     at = slot.to(tl.int64) * HV + head
     from_q = tl.zeros((C, BX), tl.float32)
@@ -150,8 +159,15 @@ def channel_state_gradients(
     from_q = from_q * read * norm_q[:, None]
     total = queries.to(tl.float32) * from_q
     if CORRECTS:
-        from_k = -from_k * read * norm_k[:, None]
-        total += keys.to(tl.float32) * from_k
+        if COMPARED == "key":
+            from_k = -from_k * read * norm_k[:, None]
+            total += keys.to(tl.float32) * from_k
+        else:
+            from_k = -from_k * read
+            probes = load_probes(probe, keys, start, rows, head, HV, first_x, K, BX, C, COMPARED)
+            if COMPARED == "erase":
+                probes = probes * norm_k[:, None]
+            total += probes * from_k
     write = tl.exp2(sums(spans, BEHIND, coarse, fine, C, SPLIT, PRECISION))
     from_write = from_write * write * norm_k[:, None]
     written = tl.where((i < rows - 1)[:, None], keys.to(tl.float32) * from_write, 0.0)
@@ -160,13 +176,17 @@ def channel_state_gradients(
     row = (start * HV + head) * K + first_x
     store_tile(dG + row, HV * K, total, rows, left, C, BX, EVEN_X)
     store_tile(dq + row, HV * K, from_q, rows, left, C, BX, EVEN_X)
-    store_tile(dk + row, HV * K, from_write + from_k, rows, left, C, BX, EVEN_X)
+    if COMPARED == "key":
+        store_tile(dk + row, HV * K, from_write + from_k, rows, left, C, BX, EVEN_X)
+    else:
+        store_tile(dk + row, HV * K, from_write, rows, left, C, BX, EVEN_X)
+        store_tile(dprobe + row, HV * K, from_k, rows, left, C, BX, EVEN_X)
 
 
 @triton.jit
 def _through_blocks(
-    dqueries, dkeys, total, queries, keys, dscores, dA, inside, good, C: tl.constexpr,
-    CORRECTS: tl.constexpr, PRECISION: tl.constexpr, dtype: tl.constexpr,
+    dqueries, dkeys, dprobes, total, queries, keys, probes, dscores, dA, inside, good, C: tl.constexpr,
+    CORRECTS: tl.constexpr, COMPARED: tl.constexpr, PRECISION: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients through pairs of the same block of 16; `inside` and `good` are those of within_block."""
     F = tl.exp2(inside)
@@ -181,20 +201,23 @@ def _through_blocks(
     dZ = tl.dot(tl.trans(d), Y, input_precision=PRECISION)
     if CORRECTS:
         d = tl.where(meet, dA, 0.0)
-        Y = (keys * F).to(dtype)
+        Y = (probes * F).to(dtype)
         dY = tl.dot(d, Z, input_precision=PRECISION)
-        dkeys += dY * F
+        if COMPARED == "key":
+            dkeys += dY * F
+        else:
+            dprobes += dY * F
         total += Y.to(tl.float32) * dY
         dZ = tl.dot(tl.trans(d), Y, dZ, input_precision=PRECISION)
     dkeys += dZ * inverse
     total -= Z.to(tl.float32) * dZ
-    return dqueries, dkeys, total
+    return dqueries, dkeys, dprobes, total
 
 
 @triton.jit
 def _through_level(
-    dqueries, dkeys, total, queries, keys, dscores, dA, F, good, level, C: tl.constexpr,
-    CORRECTS: tl.constexpr, PRECISION: tl.constexpr, dtype: tl.constexpr,
+    dqueries, dkeys, dprobes, total, queries, keys, probes, dscores, dA, F, good, level, C: tl.constexpr,
+    CORRECTS: tl.constexpr, COMPARED: tl.constexpr, PRECISION: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients through the pairs of one level, whose factors are F."""
     i = tl.arange(0, C)
@@ -208,12 +231,19 @@ def _through_level(
     dZ = tl.dot(tl.trans(d), Y, input_precision=PRECISION)
     if CORRECTS:
         d = tl.where(meet, dA, 0.0)
-        dZ = tl.dot(d, Z, dZ, input_precision=PRECISION)
-        dZ = tl.dot(tl.trans(d), Z, dZ, input_precision=PRECISION)
+        if COMPARED == "key":
+            dZ = tl.dot(d, Z, dZ, input_precision=PRECISION)
+            dZ = tl.dot(tl.trans(d), Z, dZ, input_precision=PRECISION)
+        else:
+            Y = (probes * F).to(dtype)
+            dY = tl.dot(d, Z, input_precision=PRECISION)
+            dprobes += dY * F
+            total += Y.to(tl.float32) * dY
+            dZ = tl.dot(tl.trans(d), Y, dZ, input_precision=PRECISION)
     dkeys += dZ * F
     reads = (((i >> level) & 1) == 1)[:, None]
     total += tl.where(reads, 1.0, -1.0) * Z.to(tl.float32) * dZ
-    return dqueries, dkeys, total
+    return dqueries, dkeys, dprobes, total
 
 
 @triton.jit
@@ -246,13 +276,16 @@ def _store_decay_gradients(
 
 @triton.jit(do_not_specialize=["t"])
 def channel_gradients(
-    q, k, log_decay, A_log, dt_bias, dP, dM, dq, dk, dG, dlog_decay, dA_log, ddt_bias, wild, spans,
+    q, k, probe, log_decay, A_log, dt_bias, dP, dM, dq, dk, dprobe, dG, dlog_decay, dA_log, ddt_bias, wild, spans,
     bounds, first_slots, slot_texts, t, stride_q, stride_k, head_q, head_k, scale, lower_bound,
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr, C: tl.constexpr,
     CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr, AGAIN: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, COMPARED: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients through P and M to dq, dk and dG of channel_state_gradients; then compute dlog_decay from dG.
+
+    dprobe holds the gradient of e through the state on entry, and the gradient of the probe, or of erase, afterwards.
+    With a probe and a direction, a launch for the second writer follows, which computes dlog_decay.
 
     A pair of a reader and a writer adds the same amount to dG of the reader that it subtracts from that of the writer,
     and the two cancel in dlog_decay of the tokens before both. So both sides have the same rounded factors, Y and Z. If
@@ -271,14 +304,20 @@ def channel_gradients(
     dtype = q.dtype.element_ty
     EVEN_X: tl.constexpr = K % BX == 0
     left = K - first_x
+    KR: tl.constexpr = 1 if COMPARED == "probe" else R
     q += start * stride_q + head // R * head_q
-    k += start * stride_k + head // R * head_k
+    k += start * stride_k + head // KR * head_k
     row = (start * HV + head) * K + first_x
     norm_q, norm_k = load_norms(q, k, stride_q, stride_k, rows, scale, K, BK, C, NORMALIZE)
+    if COMPARED == "probe":
+        norm_k = tl.zeros((C,), tl.float32) + 1.0
     queries = load_tile(q + first_x, stride_q, rows, left, C, BX, EVEN_X)
     keys = load_tile(k + first_x, stride_k, rows, left, C, BX, EVEN_X)
     queries = queries.to(tl.float32) * norm_q[:, None]
     keys = keys.to(tl.float32) * norm_k[:, None]
+    probes = keys
+    if COMPARED != "key":
+        probes = load_probes(probe, keys, start, rows, head, HV, first_x, K, BX, C, COMPARED)
     i = tl.arange(0, C)
     at = slot.to(tl.int64) * HV + head
     given, _, _ = load_decay(
@@ -290,26 +329,40 @@ def channel_gradients(
     own = tl.sum(tl.where(i[:, None] == i[None, :], dscores.to(tl.float32), 0.0), 1)
     dqueries = own[:, None] * keys
     dkeys = own[:, None] * queries
+    dprobes = dkeys
+    if COMPARED != "key":
+        dprobes = load_tile(dprobe + row, HV * K, rows, left, C, BX, EVEN_X).to(tl.float32)
     dA = dscores
     if CORRECTS:
         dA = load_tile(dM + at * C * C, C, C, C, C, C, True)
     inside, good = within_block(spans, coarse, fine, C, SPLIT, PRECISION, dtype)
-    dqueries, dkeys, total = _through_blocks(
-        dqueries, dkeys, total, queries, keys, dscores, dA, inside, good, C, CORRECTS, PRECISION, dtype
-    )
+    dqueries, dkeys, dprobes, total = _through_blocks(
+        dqueries, dkeys, dprobes, total, queries, keys, probes, dscores, dA, inside, good, C, CORRECTS, COMPARED,
+        PRECISION, dtype,
+    )  # fmt: skip
     first_level = BLOCK_LEVEL
     if tl.min(good.to(tl.int32), 0) == 0:
         first_level = 0
     for level in range(first_level, LEVELS):
         F = tl.exp2(sums(spans, level, coarse, fine, C, SPLIT, PRECISION))
-        dqueries, dkeys, total = _through_level(
-            dqueries, dkeys, total, queries, keys, dscores, dA, F, good, level, C, CORRECTS, PRECISION, dtype
-        )
+        dqueries, dkeys, dprobes, total = _through_level(
+            dqueries, dkeys, dprobes, total, queries, keys, probes, dscores, dA, F, good, level, C, CORRECTS, COMPARED,
+            PRECISION, dtype,
+        )  # fmt: skip
+    if COMPARED == "erase":
+        erase = load_tile(probe + row, HV * K, rows, left, C, BX, EVEN_X).to(tl.float32)
+        dkeys += erase * dprobes
+        dprobes = dprobes * keys
     dqueries = dqueries * norm_q[:, None] + load_tile(dq + row, HV * K, rows, left, C, BX, EVEN_X).to(tl.float32)
     dkeys = dkeys * norm_k[:, None] + load_tile(dk + row, HV * K, rows, left, C, BX, EVEN_X).to(tl.float32)
-    _store_decay_gradients(
-        total, log_decay, A_log, dt_bias, dlog_decay, dA_log, ddt_bias, spans, lower_bound,
-        slot, start, rows, head, HV, first_x, K, BX, C, RAW, BIAS, SPLIT, PRECISION,
-    )  # fmt: skip
+    if COMPARED == "probe":
+        store_tile(dG + row, HV * K, total, rows, left, C, BX, EVEN_X)
+    else:
+        _store_decay_gradients(
+            total, log_decay, A_log, dt_bias, dlog_decay, dA_log, ddt_bias, spans, lower_bound,
+            slot, start, rows, head, HV, first_x, K, BX, C, RAW, BIAS, SPLIT, PRECISION,
+        )  # fmt: skip
     store_tile(dq + row, HV * K, dqueries, rows, left, C, BX, EVEN_X)
     store_tile(dk + row, HV * K, dkeys, rows, left, C, BX, EVEN_X)
+    if COMPARED != "key":
+        store_tile(dprobe + row, HV * K, dprobes, rows, left, C, BX, EVEN_X)

@@ -19,6 +19,7 @@ LAUNCH: dict[str, dict[str, int]] = {
     "channel_residuals": {"BV": 128, "num_warps": 4, "num_stages": 1},
     "channel_state_gradients": {"BX": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
     "channel_gradients": {"BX": 64, "num_warps": 4, "num_stages": 1},
+    "second_writer": {"BV": 64, "num_warps": 4, "num_stages": 1},
     "chain": {"BV": 16, "num_warps": 8, "num_stages": 2},
 }
 
@@ -51,8 +52,10 @@ def launch_walk(kernel: str, call: Call) -> dict[str, int]:
     """Return the configuration of a walk; it fetches one chunk ahead only where two chunks fit."""
     _, _, _, K, V = call.sizes
     config = launch(kernel, BV=power(V))
-    keys, squares = (3, 2) if call.channel and call.corrects else (2, 1 + call.corrects)
-    numbers = CHUNK * (keys * power(K) + squares * CHUNK + config["BV"])
+    keys, squares, values = (3, 2, 1) if call.channel and call.corrects else (2, 1 + call.corrects, 1)
+    if call.gates.direction is not None:  # and those of the second writer
+        keys, squares, values = 4, 3, 2
+    numbers = CHUNK * (keys * power(K) + squares * CHUNK + values * config["BV"])
     if config["num_stages"] * numbers * call.q.element_size() > AHEAD_BYTES:
         config["num_stages"] = 1
     return config

@@ -26,7 +26,7 @@ def fill_head_gradients(call: Call, ready: Prepared, around: Around, grads: Grad
     doutput, states, dstates = around
     decay = call.gates.log_decay is not None
     residuals = torch.empty_like(grads.v) if call.corrects else v
-    dq, dk = _make_parts(call, grads)
+    dq, dk = make_parts(call, grads)
     first = launch("head_residuals", BV=narrow(call))
     second = launch("head_gradients", BX=power(K), BV=power(V))
     blocks = ceil_div(K, second["BX"])
@@ -46,7 +46,7 @@ def fill_head_gradients(call: Call, ready: Prepared, around: Around, grads: Grad
         EVEN=V % second["BV"] == 0, **options, **second,
     )  # fmt: skip
     fill_decay_gradients(call, ready, sums, grads)
-    _gather(call, dq, dk, grads)
+    gather_heads(call, dq, dk, grads)
 
 
 def fill_decay_gradients(call: Call, ready: Prepared, sums: Tensor | None, grads: Gradients) -> None:
@@ -61,7 +61,7 @@ def fill_decay_gradients(call: Call, ready: Prepared, sums: Tensor | None, grads
     )  # fmt: skip
 
 
-def _make_parts(call: Call, grads: Gradients) -> tuple[Tensor, Tensor]:
+def make_parts(call: Call, grads: Gradients) -> tuple[Tensor, Tensor]:
     """Return the buffers of the value heads' dq and dk: the final tensors if no gather is needed."""
     _, h, hv, _, _ = call.sizes
     if hv == h and not call.normalize_qk:
@@ -70,7 +70,7 @@ def _make_parts(call: Call, grads: Gradients) -> tuple[Tensor, Tensor]:
     return grads.q.new_empty(shape), grads.k.new_empty(shape)
 
 
-def _gather(call: Call, dq: Tensor, dk: Tensor, grads: Gradients) -> None:
+def gather_heads(call: Call, dq: Tensor, dk: Tensor, grads: Gradients) -> None:
     """Go from each value head's gradients (of unit q and k, if normalised) to those of q and k."""
     t, h, _, K, _ = call.sizes
     if dq is grads.q:
@@ -109,7 +109,8 @@ def fill_residuals(call: Call, ready: Prepared, around: Around, grads: Gradients
     Return them with the buffers that are still to be filled, including wild if requested.
     """
     _, _, hv, K, V = call.sizes
-    q, v, gates, sequences = call.q, call.v, call.gates, call.sequences
+    q, gates, sequences = call.q, call.gates, call.sequences
+    v = call.v if ready.second is None else ready.second.values
     config = launch("channel_residuals", BV=narrow(call))
     residuals = torch.empty_like(v, memory_format=torch.contiguous_format) if call.corrects else v
     assert ready.P is not None
@@ -117,10 +118,11 @@ def fill_residuals(call: Call, ready: Prepared, around: Around, grads: Gradients
     start(channel_residuals, (sequences.slots, hv))(
         ready.k, v, ready.M, ready.T, ready.factors, around.states, around.doutput, grads.v, grads.beta, residuals,
         dP, dM, *call.where, v.stride(1), v.stride(2), gates.beta_scale,
-        HV=hv, K=K, V=V, BK=power(K), C=CHUNK, CORRECTS=call.corrects, RAW_BETA=gates.raw_beta,
-        PACKED=sequences.packed, EVEN=V % config["BV"] == 0, PRECISION=precision(call), **config,
+        HV=hv, K=K, V=V, BK=power(K), C=CHUNK, CORRECTS=call.corrects, COMPARED=gates.compared,
+        RAW_BETA=gates.raw_beta, PACKED=sequences.packed, EVEN=V % config["BV"] == 0, PRECISION=precision(call),
+        **config,
     )  # fmt: skip
-    dq, dk = _make_parts(call, grads)
+    dq, dk = make_parts(call, grads)
     dG = q.new_empty(*q.shape[:2], hv, K, dtype=torch.float32)
     slots, blocks = sequences.slots, ceil_div(K, launch("channel_gradients")["BX"])
     dA_log = dP.new_empty(slots, hv, blocks, dtype=torch.float32) if gates.A_log is not None else None
@@ -131,36 +133,55 @@ def fill_residuals(call: Call, ready: Prepared, around: Around, grads: Gradients
 
 def fill_channel_gradients(call: Call, around: Around, work: ChannelWork, grads: Gradients) -> None:
     """Fill the gradients of q, k and the gates with decay per channel: all blocks, or those left in work.wild."""
-    _, h, hv, K, V = call.sizes
-    q, k, gates, sequences = call.q, call.k, call.gates, call.sequences
+    fill_state_gradients(call, around, work, grads)
+    fill_pair_gradients(call, work, grads)
+    gather_heads(call, work.dq, work.dk, grads)
+    if work.dA_log is not None and grads.A_log is not None:
+        _add_parts(work.dA_log, grads.A_log)
+    if work.ddt_bias is not None and grads.dt_bias is not None:
+        _add_parts(work.ddt_bias.flatten(1)[..., None], grads.dt_bias)
+
+
+def fill_state_gradients(call: Call, around: Around, work: ChannelWork, grads: Gradients) -> None:
+    """Fill dq, dk, dG and that of the probe, through the states, of what is erased."""
+    _, _, _, K, V = call.sizes
+    q, gates, sequences, residuals = call.q, call.gates, call.sequences, work.residuals
+    k = call.k if gates.direction is None else gates.direction
     doutput, states, dstates = around
-    residuals, dP, dM, dq, dk, dG, dA_log, ddt_bias, wild = work
-    BK = power(K)
-    spans = spans_like(q)
-    strides = q.stride(1), k.stride(1), q.stride(2), k.stride(2)
-    options = {
-        "HV": hv, "R": hv // h, "K": K, "BK": BK, "C": CHUNK, "CORRECTS": call.corrects,
-        "NORMALIZE": call.normalize_qk, "RAW": gates.raw_decay, "BIAS": gates.dt_bias is not None,
-        "PACKED": sequences.packed, "SPLIT": q.dtype != torch.float32, "PRECISION": precision(call),
-        "AGAIN": wild is not None,
-    }  # fmt: skip
     config = launch("channel_state_gradients", BV=power(V))
-    start(channel_state_gradients, (sequences.slots, hv, ceil_div(K, config["BX"])))(
-        q, k, gates.log_decay, gates.A_log, gates.dt_bias, states, dstates, doutput, grads.v, residuals,
-        dq, dk, dG, wild, spans, *call.where, q.stride(1), k.stride(1), residuals.stride(1),
-        q.stride(2), k.stride(2), residuals.stride(2), call.scale, gates.lower_bound,
-        V=V, EVEN=V % config["BV"] == 0, **options, **config,
+    start(channel_state_gradients, (sequences.slots, call.sizes[2], ceil_div(K, config["BX"])))(
+        q, k, gates.probe, gates.log_decay, gates.A_log, gates.dt_bias, states, dstates, doutput, grads.v, residuals,
+        work.dq, work.dk, grads.probe, work.dG, work.wild, spans_like(q), *call.where,
+        q.stride(1), k.stride(1), residuals.stride(1), q.stride(2), k.stride(2), residuals.stride(2),
+        call.scale, gates.lower_bound,
+        V=V, EVEN=V % config["BV"] == 0, COMPARED=gates.compared, **_channel_options(call, work), **config,
     )  # fmt: skip
+
+
+def fill_pair_gradients(call: Call, work: ChannelWork, grads: Gradients, second: bool = False) -> None:
+    """Add the gradients through the scores: of what is erased; with `second`, of the key, if that is another one."""
+    _, _, hv, K, _ = call.sizes
+    q, gates = call.q, call.gates
+    k = call.k if second or gates.direction is None else gates.direction
     config = launch("channel_gradients")
-    start(channel_gradients, (sequences.slots, hv, ceil_div(K, config["BX"])))(
-        q, k, gates.log_decay, gates.A_log, gates.dt_bias, dP, dM, dq, dk, dG, grads.log_decay,
-        dA_log, ddt_bias, wild, spans, *call.where, *strides, call.scale, gates.lower_bound, **options, **config,
+    start(channel_gradients, (call.sequences.slots, hv, ceil_div(K, config["BX"])))(
+        q, k, gates.probe, gates.log_decay, gates.A_log, gates.dt_bias, work.dP, work.dM, work.dq, work.dk,
+        grads.probe, work.dG, grads.log_decay, work.dA_log, work.ddt_bias, work.wild, spans_like(q), *call.where,
+        q.stride(1), k.stride(1), q.stride(2), k.stride(2), call.scale, gates.lower_bound,
+        COMPARED="second" if second else gates.compared, **_channel_options(call, work), **config,
     )  # fmt: skip
-    _gather(call, dq, dk, grads)
-    if dA_log is not None and grads.A_log is not None:
-        _add_parts(dA_log, grads.A_log)
-    if ddt_bias is not None and grads.dt_bias is not None:
-        _add_parts(ddt_bias.flatten(1)[..., None], grads.dt_bias)
+
+
+def _channel_options(call: Call, work: ChannelWork) -> dict[str, int | bool | str]:
+    """Return the constants of both kernels."""
+    _, h, hv, K, _ = call.sizes
+    gates = call.gates
+    return {
+        "HV": hv, "R": hv // h, "K": K, "BK": power(K), "C": CHUNK, "CORRECTS": call.corrects,
+        "NORMALIZE": call.normalize_qk, "RAW": gates.raw_decay, "BIAS": gates.dt_bias is not None,
+        "PACKED": call.sequences.packed, "SPLIT": call.q.dtype != torch.float32, "PRECISION": precision(call),
+        "AGAIN": work.wild is not None,
+    }  # fmt: skip
 
 
 def fill_raw_gate_gradients(gates: Gates, dlog_decay: Tensor, dbeta: Tensor, raw: RawGradients) -> None:

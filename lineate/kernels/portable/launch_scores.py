@@ -35,7 +35,8 @@ def make_channel_room(call: Call, wild: bool, for_backward: bool, norms: bool) -
     P = q.new_empty(slots, hv, CHUNK, CHUNK)
     T = q.new_empty(slots, hv, CHUNK, CHUNK) if call.corrects else None
     wild_rows = q.new_empty(slots, hv, dtype=torch.int32) if wild else None
-    M = q.new_empty(slots, hv, CHUNK, CHUNK) if call.corrects and for_backward else None
+    keeps = call.corrects and for_backward and call.gates.probe is None  # only dbeta is computed from M
+    M = q.new_empty(slots, hv, CHUNK, CHUNK) if keeps else None
     factors = q.new_empty(slots, hv, power(K) + CHUNK, dtype=torch.float32)
     Qr = q.new_empty(*q.shape[:2], hv, K)
     Kw = torch.empty_like(Qr)
@@ -44,20 +45,26 @@ def make_channel_room(call: Call, wild: bool, for_backward: bool, norms: bool) -
     return Prepared(Qr, Kr, Kw, P, T, M, factors, wild_rows, norms=kept_norms)
 
 
-def fill_channel_scores(call: Call, ready: Prepared, products: str, again: bool) -> None:
-    """Fill the buffers; with again, only the rows from each chunk's first wild row on, after a first launch."""
+def fill_channel_scores(
+    call: Call, ready: Prepared, products: str, again: bool = False, second: bool = False
+) -> None:  # fmt: skip
+    """Fill the buffers; with again, only the rows from each chunk's first wild row on, after a first launch.
+
+    With a direction, its scores are filled; with `second`, Kw, P and M of the key that is written.
+    """
     _, h, hv, K, _ = call.sizes
-    q, k, gates, BK = call.q, call.k, call.gates, power(K)
+    q, gates, BK = call.q, call.gates, power(K)
+    k = call.k if second or gates.direction is None else gates.direction
     start(channel_scores, (call.sequences.slots, hv))(
-        q, k, gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, ready.q, ready.k, ready.w, ready.P, ready.M,
-        ready.T, ready.factors, ready.wild, spans_like(q), *call.where,
+        q, k, gates.probe, gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, ready.q, ready.k, ready.w, ready.P,
+        ready.M, ready.T, ready.factors, ready.wild, spans_like(q), *call.where,
         q.stride(1), k.stride(1), q.stride(2), k.stride(2), call.scale, gates.beta_scale,
         gates.lower_bound,
         HV=hv, R=hv // h, K=K, BK=BK, C=CHUNK, CORRECTS=call.corrects, NORMALIZE=call.normalize_qk,
         RAW=gates.raw_decay, RAW_BETA=gates.raw_beta, BIAS=gates.dt_bias is not None, KEEP=ready.M is not None,
         PACKED=call.sequences.packed, SPLIT=q.dtype != torch.float32,
-        PRECISION=precision(call), PRODUCTS=products, AGAIN=again, **launch("channel_scores", BX=BK),
-        **linked(q.device),
+        PRECISION=precision(call), PRODUCTS=products, COMPARED="second" if second else gates.compared, AGAIN=again,
+        **launch("channel_scores", BX=BK), **linked(q.device),
     )  # fmt: skip
 
 

@@ -141,16 +141,25 @@ def _clear_tokens(x, first, low, high, t, SIZE: tl.constexpr, BT: tl.constexpr):
                     tl.store(x + at, tl.zeros((BN,), x.dtype.element_ty), mask=j < SIZE)
 
 
+@triton.jit
+def _row_of(token, WRITES: tl.constexpr):
+    """Return the first row of tokens with WRITES rows each."""
+    row = token
+    if WRITES != 1:
+        row = token * WRITES
+    return row
+
+
 @triton.jit(do_not_specialize=["t", "texts", "slots", "cuts", "shortest", "most", "least"])
 def find_slots(
     cu_seqlens, bounds, first_slots, slot_texts, first_cuts, cut_texts, output,
     t, texts, slots, cuts, shortest, most, least, BT: tl.constexpr, BS: tl.constexpr, C: tl.constexpr,
-    SIZE: tl.constexpr, LINK: tl.constexpr,
+    SIZE: tl.constexpr, WRITES: tl.constexpr, LINK: tl.constexpr,
 ):  # fmt: skip
     """Find the sequence of each slot and, unless cut_texts is None, of each cut: BS of them per program.
 
     The first program also writes bounds, first_slots and first_cuts. There are no more cuts than slots. Wrong bounds
-    are harmless: they are clamped to 0 .. t, and none is less than an earlier one.
+    are harmless: they are clamped to 0 .. t, and none is less than an earlier one. They count tokens of WRITES rows.
 
     Tokens of output, unless it is None, that lie in no sequence are set to 0; each has SIZE numbers.
     """
@@ -160,13 +169,13 @@ def find_slots(
     passed = tl.zeros((BS,), tl.int32)  # sequences whose cuts all come before a cut
     before = tl.zeros((), tl.int32)
     top = tl.zeros((), tl.int64)
-    lowest = tl.minimum(tl.maximum(tl.load(cu_seqlens), 0), t).to(tl.int32)
+    lowest = tl.minimum(tl.maximum(_row_of(tl.load(cu_seqlens), WRITES), 0), t).to(tl.int32)
     used = tl.zeros((), tl.int32)
     for begin in range(0, texts, BT):
         i = begin + tl.arange(0, BT)
         there = i < texts
-        here = tl.load(cu_seqlens + i, mask=there, other=0).to(tl.int64)
-        after = tl.load(cu_seqlens + i + 1, mask=there, other=0).to(tl.int64)
+        here = _row_of(tl.load(cu_seqlens + i, mask=there, other=0).to(tl.int64), WRITES)
+        after = _row_of(tl.load(cu_seqlens + i + 1, mask=there, other=0).to(tl.int64), WRITES)
         here, after = tl.minimum(tl.maximum(here, 0), t), tl.minimum(tl.maximum(after, 0), t)
         low = tl.maximum(tl.associative_scan(here, 0, larger), top)
         high = tl.maximum(low, after)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lineate.call import Inputs, Options, Slots
 from lineate.kernels.call import Call, Gates
-from lineate.kernels.portable import launch_gradients, launch_scores, launch_walks
+from lineate.kernels.portable import launch_gradients, launch_scores, launch_second, launch_walks
 from lineate.kernels.portable.decode import decode
 from lineate.kernels.portable.split import CHAIN_WIDTH
 from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, InWalk, Prepared, RawGradients
@@ -37,8 +37,10 @@ class PortableStages:
         """Return products.
 
         Products in float16 have 11 bits, which is more than bfloat16 inputs need and as many as float16 inputs have.
+        With a probe, no bound of single rows keeps the inverse in their range: I - k (erase * k)^T, as a step, may grow
+        without end even where erase is in [0, 2].
         """
-        if self.call.q.dtype != torch.bfloat16:
+        if self.call.q.dtype != torch.bfloat16 or self.call.gates.probe is not None:
             return ("tf32x3",)
         return ("fp16", "tf32x3") if self.call.corrects and not self._always_tame else ("fp16",)
 
@@ -67,7 +69,9 @@ class PortableStages:
         if call.channel:
             ready = self.make_channel_room(for_backward)
             self.fill_channel_scores(ready)
-            return ready
+            if call.gates.direction is None:
+                return ready
+            return launch_second.prepare_second(call, ready, self.products[0])
         ready = self.make_head_room(in_walk)
         launch_scores.fill_factors(call, ready)
         if ready.P is not None or ready.T is not None:
@@ -128,7 +132,10 @@ class PortableStages:
     def channel_gradients(self, ready: Prepared, around: Around, grads: Gradients) -> None:
         """Fill the gradients with decay per channel."""
         work = launch_gradients.fill_residuals(self.call, ready, around, grads)
-        launch_gradients.fill_channel_gradients(self.call, around, work, grads)
+        if ready.second is None:
+            launch_gradients.fill_channel_gradients(self.call, around, work, grads)
+        else:
+            launch_second.fill_both_gradients(self.call, ready, around, work, grads)
 
     @staticmethod
     def raw_gate_gradients(gates: Gates, dlog_decay: Tensor, dbeta: Tensor, raw: RawGradients) -> None:
