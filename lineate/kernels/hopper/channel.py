@@ -12,7 +12,9 @@ none of which exceeds 1 except 1 / F:
     level 5 (blocks 2, 3 - 0, 1)          R, R 2^{B_2} against 2^E 2^{B_1}, 2^E
     Qr, Kr, Kw                            R 2^{B before}, 2^E 2^{B behind}
 
-Rules that only accumulate have no M, T and Kr, because their keys only write.
+Rules that only accumulate have no M, T and Kr, because their keys only write. With erase, it is e = erase k that is
+compared: e F is in the place of k F wherever keys read. No bound of single rows keeps such an inverse small, so rows
+are wild where it has grown.
 
 A row whose 1 / F is too large (portable/channel.py: within_block) is wild, as are those that portable/solve.py finds.
 This kernel's results for the rows from the first wild one on are not used: a second launch, of the portable
@@ -46,6 +48,8 @@ from lineate.kernels.hopper.parts import barrier, exp2, link, sigmoid
 from lineate.kernels.portable.channel import BF16_LIMIT
 from lineate.kernels.portable.gates import FLOOR, LOG2E
 from lineate.kernels.portable.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
+
+MOST_SCORE, MOST_GROWTH = gl.constexpr(1.0), gl.constexpr(16.0)  # of tame rows with erase: in M, and in the inverse
 
 
 @gluon.jit
@@ -87,8 +91,8 @@ def _small_merge(X, Xt, Bt, Ba, apart, LEVEL: gl.constexpr, mma: gl.constexpr):
 @gluon.jit
 def _half_chunk(
     tile_q, tile_k, tile_g, tile_Y, tile_Yk, tile_Z, tile_Y4, tile_Z4, bias, speed, lower_bound, Qr, Kr, Kw, ends, rows,
-    norm_q, norm_k, scale, row_stride: gl.constexpr, flat: gl.constexpr, cube: gl.constexpr,
-    CORRECTS: gl.constexpr, RAW: gl.constexpr, BIAS: gl.constexpr, NORMALIZE: gl.constexpr,
+    norm_q, norm_k, scale, erased, row_stride: gl.constexpr, flat: gl.constexpr, cube: gl.constexpr,
+    CORRECTS: gl.constexpr, RAW: gl.constexpr, BIAS: gl.constexpr, NORMALIZE: gl.constexpr, ERASE: gl.constexpr,
 ):  # fmt: skip
     """Compute the factors of 64 channels: store Qr, Kr, Kw and e^{G_c}, and put the operands into shared memory.
 
@@ -138,6 +142,8 @@ def _half_chunk(
     Yk = Z  # used if keys only write: their products as readers are never read
     if CORRECTS:
         Yk = k * F
+        if ERASE:
+            Yk = Yk * erased.to(gl.float32)
         tile_Yk.store(as_flat(Yk.to(gl.bfloat16), flat))
         kr = Yk * up[:, None, :]
     kw = Z * down[:, None, :]
@@ -170,7 +176,7 @@ def _load_gates(
 ):  # fmt: skip
     """Start to load the first inputs of a unit: beta [64] and A_log, unconverted; 0 where there is none."""
     given_beta = i1 * 0
-    if CORRECTS:
+    if CORRECTS and beta is not None:
         given_beta = gl.load(beta + (start.to(gl.int64) + i1) * HV + head, mask=i1 < rows, other=0.0)
     given_A = start * 0
     if RAW and A_log is not None:
@@ -178,19 +184,39 @@ def _load_gates(
     return given_beta, given_A
 
 
+@gluon.jit
+def _start_erase(erase, to, rows, row_stride: gl.constexpr, cube: gl.constexpr, ERASE: gl.constexpr):
+    """Start to load erase of 64 channels of a unit, unconverted; 0 past its rows, and without erase."""
+    erased = to
+    if ERASE:
+        r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, cube)))[None, :, None]
+        b = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(1, cube)))[:, None]
+        xs = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, cube)))[None, :]
+        at = (b * (16 * row_stride) + xs)[:, None, :]
+        erased = gl.load(erase + to + at + r * row_stride, mask=r < (rows - b * 16)[:, None, :], other=0.0)
+    return erased
+
+
+@gluon.jit
+def _first_above(X, most: gl.constexpr, first_wild, i1):
+    """Return the first row of X [64, 64] with NaN or a number above `most`, or first_wild if that comes earlier."""
+    above = gl.sum(gl.where(gl.abs(X) <= most, 0, 1), 1)
+    return gl.minimum(first_wild, gl.min(gl.where(above == 0, 64, i1), 0))
+
+
 @gluon.jit(do_not_specialize=["t", "units"])
 def channel_scores(
-    q, k, g, P, M, T, beta, A_log, dt_bias, Qr, Kr, Kw, factors, wild, norms,
+    q, k, g, P, M, T, erase, beta, A_log, dt_bias, Qr, Kr, Kw, factors, wild, norms,
     bounds, first_slots, slot_texts, t, units, head_q, head_k, scale, beta_scale,
     lower_bound,
     HV: gl.constexpr, R: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, RAW: gl.constexpr,
     RAW_BETA: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
-    LINK: gl.constexpr,
+    ERASE: gl.constexpr, LINK: gl.constexpr,
 ):  # fmt: skip
     """Fill the scores of every chunk: K = 128, bfloat16, PRODUCTS = "fp16". A unit is a slot and one of HV heads.
 
     q, k, g, P, M, T: descriptors of tiles of 64 x 64; g: the gates, of 16 or 32 bits. units: slots HV. M, T, beta and
-    Kr are used only if CORRECTS. KEEP: store M and the norms too.
+    Kr are used only if CORRECTS. KEEP: store the norms, and M. ERASE: with erase `b t hv k` and without beta and M.
     """
     gl.static_assert(CORRECTS or not RAW)
     K: gl.constexpr = 128
@@ -276,13 +302,16 @@ def channel_scores(
         i = i1[:, None]
         token = start.to(gl.int64)
         rate = gl.where(i1 < rows, 1.0, 0.0)
-        if CORRECTS:
+        if CORRECTS and not ERASE:
             rate = given_beta.to(gl.float32)
         speed = 1.0
         if RAW and A_log is not None:
             speed = gl.exp(given_A.to(gl.float32))
         if RAW_BETA:
             rate = gl.where(i1 < rows, beta_scale * sigmoid(rate), 0.0)
+        to = (token * HV + head) * K
+        erased0 = _start_erase(erase, to, rows, HV * K, cube, ERASE)
+        erased1 = _start_erase(erase, to + 64, rows, HV * K, cube, ERASE)
         for x in gl.static_range(len(ready)):
             mbarrier.wait(ready[x], phase)
         phase ^= 1
@@ -305,15 +334,15 @@ def channel_scores(
                 gl.store(at_norm + 64, norm_k)
         tma.store_wait(0)
         barrier()  # stored tiles are free again; with NORMALIZE, all warps' products have read q and k
-        to = (token * HV + head) * K
         ends = factors + u.to(gl.int64) * (K + 64)
         good0 = _half_chunk(
             q0, k0, g0, Y0, Yk0, Z0, U0, V0, dt_bias + head * K, speed, lower_bound, Qr + to, Kr + to, Kw + to, ends,
-            rows, norm_q, norm_k, scale, HV * K, flat, cube, CORRECTS, RAW, BIAS, NORMALIZE,
+            rows, norm_q, norm_k, scale, erased0, HV * K, flat, cube, CORRECTS, RAW, BIAS, NORMALIZE, ERASE,
         )  # fmt: skip
         good1 = _half_chunk(
             q1, k1, g1, Y1, Yk1, Z1, U1, V1, dt_bias + head * K + 64, speed, lower_bound, Qr + to + 64, Kr + to + 64,
-            Kw + to + 64, ends + 64, rows, norm_q, norm_k, scale, HV * K, flat, cube, CORRECTS, RAW, BIAS, NORMALIZE,
+            Kw + to + 64, ends + 64, rows, norm_q, norm_k, scale, erased1, HV * K, flat, cube, CORRECTS, RAW, BIAS,
+            NORMALIZE, ERASE,
         )  # fmt: skip
         gl.store(ends + K + i1, rate)
         fence_async_shared()
@@ -344,8 +373,11 @@ def channel_scores(
             if NORMALIZE:
                 squares = squares * norm_k * norm_k
                 A = A * norm_k[:, None] * cols_k
-            tame = (rate >= 0.0) & (rate <= MOST_BETA) & (squares <= MOST_SQUARE) & (rate * squares <= MOST_STEP)
-            first_wild = gl.minimum(first_wild, gl.min(gl.where(tame, 64, i1), 0))
+            if ERASE:  # 16 rows, each a sum of those before it, grow to 2^15 at most
+                first_wild = _first_above(A, MOST_SCORE, first_wild, i1)
+            else:
+                tame = (rate >= 0.0) & (rate <= MOST_BETA) & (squares <= MOST_SQUARE) & (rate * squares <= MOST_STEP)
+                first_wild = gl.minimum(first_wild, gl.min(gl.where(tame, 64, i1), 0))
             A, Pd, P4, P5 = warpgroup_mma_wait(0, deps=(A, Pd, P4, P5))
         else:
             Pd, P4, P5 = warpgroup_mma_wait(0, deps=(Pd, P4, P5))
@@ -354,7 +386,8 @@ def channel_scores(
             scores = scores * norm_q[:, None] * cols_k
         else:
             scores = scores * scale
-        gl.store(wild + u, first_wild)
+        if not ERASE:
+            gl.store(wild + u, first_wild)
         barrier()  # all warps' products have read the operands
         upcoming = u + gl.num_programs(0)
         more = upcoming < units
@@ -370,7 +403,7 @@ def channel_scores(
         given_beta, given_A = _load_gates(beta, A_log, start, rows, head, i1, HV, CORRECTS, RAW)
         Y0.store(scores.to(gl.bfloat16))
         if CORRECTS:
-            if KEEP:
+            if KEEP and not ERASE:
                 Y1.store(A.to(gl.bfloat16))
             A = gl.where(i < first_wild, A * rate[:, None], 0.0)
             half_A = A.to(gl.float16)
@@ -397,19 +430,26 @@ def channel_scores(
                 [4, 16, 4, 16], gl.float32, parts
             )
             X = gl.where(own, gl.convert_layout(gl.reshape(wide, [64, 64]), acc, assert_trivial=True), 0.0)
+            if ERASE:
+                first_wild = _first_above(X, MOST_GROWTH, first_wild, i1)
+                X = gl.where(i < first_wild, X, 0.0)
             # Merge twice, in 64 x 64.
             half_X = X.to(gl.float16)
             shared_X.store(half_X)
             fence_async_shared()
             barrier()
             tma.async_copy_shared_to_global(P, [u * 64, 0], Y0)
-            if KEEP:
+            if KEEP and not ERASE:
                 tma.async_copy_shared_to_global(M, [u * 64, 0], Y1)
             XA = warpgroup_mma(gl.convert_layout(half_X, left), shared_A, none, use_acc=False, is_async=True)
             XA = warpgroup_mma_wait(0, deps=(XA,))
             Y = warpgroup_mma(gl.convert_layout(XA.to(gl.float16), left), shared_X, none, use_acc=False, is_async=True)
             Y = warpgroup_mma_wait(0, deps=(Y,))
             X = gl.where(blocks == 1, -Y, X)
+            if ERASE:
+                first_wild = _first_above(X, MOST_GROWTH, first_wild, i1)
+                X = gl.where(i < first_wild, X, 0.0)
+                gl.store(wild + u, first_wild)
             half_X = X.to(gl.float16)
             barrier()
             shared_X.store(half_X)

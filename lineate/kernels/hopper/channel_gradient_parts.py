@@ -161,12 +161,14 @@ def fill_board(tile, first, inside, SS, b):
 
 
 @gluon.jit
-def make_tiles(tile_q, tile_k, Yq, Yk, Z, F, in_q, CORRECTS: gl.constexpr):
-    """Make the tiles Yq, Yk and Z; in_q is the factor of q besides F."""
+def make_tiles(tile_q, tile_k, Yq, Yk, Z, F, in_q, erased, CORRECTS: gl.constexpr, ERASE: gl.constexpr):
+    """Make the tiles Yq, Yk (with ERASE times erased) and Z; in_q is the factor of q besides F."""
     dtype: gl.constexpr = tile_q.dtype
     keys = as_cube(tile_k.load(FLAT).to(gl.float32), CUBE)
     Z.store(as_flat((keys * reciprocal(F)).to(dtype), FLAT))
     if CORRECTS:
+        if ERASE:
+            keys = keys * erased.to(gl.float32)
         Yk.store(as_flat((keys * F).to(dtype), FLAT))
     queries = as_cube(tile_q.load(FLAT).to(gl.float32), CUBE)
     Yq.store(as_flat((queries * in_q * F).to(dtype), FLAT))
@@ -227,10 +229,10 @@ def pair_products(
 
 @gluon.jit
 def store_row_gradients(
-    aq, ak, aw, RS, own, rate_k, tile_q, tile_k, all_A, all_B, all_C, F, in_q, down, dq, dk, to, at, r, there,
-    ROW: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr,
+    aq, ak, aw, RS, own, rate_k, tile_q, tile_k, all_A, all_B, all_C, F, in_q, down, erase, dq, dk, derase, to, at, r,
+    there, ROW: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, ERASE: gl.constexpr,
 ):  # fmt: skip
-    """Store dq and dk, whose rows have ROW numbers.
+    """Store dq, dk and (with ERASE) derase, whose rows have ROW numbers.
 
     Return a row's reads less its writes that the chunk reads, which are part of dlog_decay up to that row, and its
     write to the state, which is part of dlog_decay behind it, less the former.
@@ -263,8 +265,15 @@ def store_row_gradients(
     total = total - written * rounded(keys * inverse)
     written = inverse * written
     if CORRECTS:
-        total = total + reread * rounded(keys * F)
-        written = F * reread + written
+        if ERASE:
+            erased = gl.load(erase + to + at + r * ROW, mask=there, other=0.0).to(gl.float32)
+            total = total + reread * rounded(keys * erased * F)
+            reread = F * reread
+            gl.store(derase + to + at + r * ROW, (keys * reread).to(derase.dtype.element_ty), mask=there)
+            written = erased * reread + written
+        else:
+            total = total + reread * rounded(keys * F)
+            written = F * reread + written
     kept = as_cube(pass_B.load(FLAT), CUBE) * inverse * down[:, None, :]
     if NORMALIZE:
         kept = kept * by_rows(by_row.slice(64, 64, 0).load(gl.SliceLayout(1, FLAT)), CUBE)

@@ -121,15 +121,15 @@ def _fetch_behind_products(
 @gluon.jit(do_not_specialize=["t", "units"])
 def channel_gradients(
     q, k, g, states, dstates, doutput, dvalues, residuals, P, M,
-    gates, dP, norms, A_log, dt_bias, dq, dk, dlog_decay, dA_log, ddt_bias, wild,
+    gates, erase, dP, norms, A_log, dt_bias, dq, dk, derase, dlog_decay, dA_log, ddt_bias, wild,
     bounds, first_slots, slot_texts, t, units, head_q, head_k, head_v, scale, lower_bound,
     HV: gl.constexpr, R: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, RAW: gl.constexpr,
-    BIAS: gl.constexpr, PACKED: gl.constexpr, TMA_GATES: gl.constexpr,
+    BIAS: gl.constexpr, PACKED: gl.constexpr, TMA_GATES: gl.constexpr, ERASE: gl.constexpr,
 ):  # fmt: skip
     """Fill dq, dk and the gradients of the gates, for K = V = 128; mark the units left to Triton in wild.
 
     q ... M: descriptors of tiles of 64 x 64 (P, M: of dP and dM); g: a descriptor only with TMA_GATES. units: 2 slots
-    HV. norms `slot hv 2 64`: scale / |q_i| and 1 / |k_i|, used only with NORMALIZE. dvalues and M are used only if
+    HV. ERASE: what is compared is erase `b t hv k` times k, and derase is filled. norms `slot hv 2 64`: scale / |q_i| and 1 / |k_i|, used only with NORMALIZE. dvalues and M are used only if
     CORRECTS; head_v only otherwise, when residuals are v in the caller's layout.
     """
     gl.static_assert(CORRECTS or not RAW)
@@ -232,6 +232,9 @@ def channel_gradients(
         to = (token * HV + head) * K + channel
         there = r < (rows - b * 16)[:, None, :]
         at = (b * (16 * HV * K) + xs)[:, None, :]  # a block's first row; the other rows lie at constant offsets
+        erased = to
+        if ERASE:
+            erased = gl.load(erase + to + at + r * (HV * K), mask=there, other=0.0)
         if not TMA_GATES:  # (after the products, ptxas has so few registers that it would start one load after another)
             d = gl.load(gates + to + at + r * (HV * K), mask=there, other=0.0)
         for x in gl.static_range(STATES):
@@ -272,7 +275,7 @@ def channel_gradients(
         flags = wild + u + gl.zeros([4, 64], gl.int32, LINE)
         gl.store(flags, gl.full([4, 64], 1, gl.int8, LINE), mask=inside < -BF16_LIMIT)
 
-        make_tiles(tile_q, tile_k, A0, B0, C0, F, in_q, CORRECTS)
+        make_tiles(tile_q, tile_k, A0, B0, C0, F, in_q, erased, CORRECTS, ERASE)
         if CORRECTS:
             mbarrier.wait(ready_M, phase)
             if NORMALIZE:
@@ -285,8 +288,8 @@ def channel_gradients(
         )
         barrier()  # all warps have read the tiles
         total, step = store_row_gradients(
-            aq, ak, aw, RS, own, rate_k, tile_q, tile_k, all_A, all_B, all_C, F, in_q, down, dq, dk, to, at, r, there,
-            HV * K, CORRECTS, NORMALIZE,
+            aq, ak, aw, RS, own, rate_k, tile_q, tile_k, all_A, all_B, all_C, F, in_q, down, erase, dq, dk, derase, to,
+            at, r, there, HV * K, CORRECTS, NORMALIZE, ERASE,
         )  # fmt: skip
         if RAW and TMA_GATES:
             given = tile_g.load(FLAT)

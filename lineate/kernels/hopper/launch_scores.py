@@ -92,11 +92,11 @@ def fill_channel_scores(call: Call, ready: Prepared) -> None:
         describe_rows(q, 64), describe_rows(k, 64), describe_rows(gates.log_decay, 64),
         describe_squares(P), describe_squares(P if ready.M is None else ready.M),
         describe_squares(P if ready.T is None else ready.T),
-        gates.beta, gates.A_log, gates.log_decay if gates.dt_bias is None else gates.dt_bias,
+        gates.probe, gates.beta, gates.A_log, gates.log_decay if gates.dt_bias is None else gates.dt_bias,
         ready.q, ready.k, ready.w, ready.factors, ready.wild, ready.norms,
         *call.where, units, q.stride(2), k.stride(2), call.scale, gates.beta_scale, gates.lower_bound,
         HV=hv, R=hv // h, CORRECTS=call.corrects, NORMALIZE=call.normalize_qk, RAW=gates.raw_decay,
         RAW_BETA=gates.raw_beta,
         BIAS=gates.dt_bias is not None, KEEP=ready.M is not None or ready.norms is not None,
-        PACKED=call.sequences.packed, num_warps=4, **linked(call.q.device),
+        PACKED=call.sequences.packed, ERASE=gates.compared == "erase", num_warps=4, **linked(call.q.device),
     )  # fmt: skip

@@ -155,13 +155,13 @@ def _takes_call(call: Call) -> bool:
 def _takes_channel(call: Call) -> bool:
     """Whether the Gluon scores and gradients for decay per channel support a call that the walks support.
 
-    They compare with the key. With a probe the portable ones run, around the Gluon walks.
+    They compare with the key, or with erase times the key. With another probe the portable ones run, around the walks.
     """
     decay = call.gates.log_decay
     return (
         decay is not None
         and call.channel
-        and call.gates.compared == "key"
+        and call.gates.compared in ("key", "erase")
         and call.q.dtype == torch.bfloat16
         and call.sizes[3] == 128
         and decay.element_size() <= 4
