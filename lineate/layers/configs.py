@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 FEATURE_MAPS = ("identity", "elu+1", "relu", "product", "t2r", "hedgehog")
 """The feature maps of linear attention (lineate/layers/variants/features.py)."""
+WRITING_RATES = ("beta", "exact", "kaczmarz")
+"""The rates of writing of delta rules; all but the first are those of lineate/ops/rates.py."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class LinearConfig:
         gate_rank: the same for the output gate (K); None is value_dim, 0 is none.
         gate_bias: whether the projection behind gate_rank has a bias (K).
         beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
+        rate: the rate of writing (D, G, K, U): "beta", with unit keys, or, with keys of any length, "exact" (EFLA) or
+            "kaczmarz" (lineate/ops/rates.py).
         gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0) (G, K); GLM-5-Next and Ring have -5.
         norm_eps: epsilon of the output norm.
         gate_activation: activation of the output gate, "silu" or "sigmoid" (published KDA); "none" (not K) is no gate.
@@ -66,6 +70,7 @@ class LinearConfig:
     norm: str = field(default="head", metadata={"choices": ("head", "all")})
     writes: int = field(default=2, metadata={"least": 1})
     forgets: bool = True
+    rate: str = field(default="beta", metadata={"choices": WRITING_RATES})
 
     def check_sizes(self) -> None:
         """Raise if value heads cannot be divided among the key heads."""

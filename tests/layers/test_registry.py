@@ -42,7 +42,10 @@ NO_GATE = replace(CONFIG, gate_activation="none")
 
 @pytest.mark.parametrize(
     ("letter", "config"),
-    [(x, CONFIG) for x in LINEAR if kind_of(x).kept_bytes] + [("K", FULL_RANK)] + [(x, NO_GATE) for x in "LRDG"],
+    [(x, CONFIG) for x in LINEAR if kind_of(x).kept_bytes]
+    + [("K", FULL_RANK)]
+    + [(x, NO_GATE) for x in "LRDG"]
+    + [(x, replace(CONFIG, rate=rate)) for x in "LDGK" for rate in ("exact", "kaczmarz")],
 )
 def test_measured_bytes_are_the_counted_ones(letter, config):
     kind = kind_of(letter)
@@ -66,6 +69,8 @@ def test_rows_declare_their_steps(letter):
     assert (inputs.beta is not None) == step.rule.corrects
     shape = "none" if inputs.log_decay is None else "head" if inputs.log_decay.dim() == 3 else "channel"
     assert shape == step.decay
+    if step.rule.corrects:  # a step normalises keys
+        assert registry.step_of(kind.make(Sizes(32), replace(CONFIG, rate="exact"))) is None
     mixer.__class__ = type("Own", (type(mixer),), {})
     assert registry.step_of(mixer) is None
 

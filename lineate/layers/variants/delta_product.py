@@ -33,6 +33,8 @@ class GatedDeltaProduct(LinearMixer):
         value_dim: channels of a value; None is key_dim.
         conv_size: tokens that the short convolution sees; 0: no convolution.
         beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
+        rate: the rate of writing: "beta", with unit keys, or "exact" or "kaczmarz", with keys of any length
+            (lineate/ops/rates.py).
         norm_eps: epsilon of the output norm.
         gate_activation: activation of the output gate, "silu", "sigmoid" or "none" (no gate).
         writes: n.
@@ -40,7 +42,7 @@ class GatedDeltaProduct(LinearMixer):
     """
 
     rule = GATED_DELTA_PRODUCT
-    options = ("beta_scale", "writes", "forgets")
+    options = ("beta_scale", "writes", "forgets", "rate")
     normalize_qk = True
     A_log: nn.Parameter | None
     dt_bias: nn.Parameter | None
@@ -59,6 +61,7 @@ class GatedDeltaProduct(LinearMixer):
         gate_activation: str = "silu",
         writes: int = 2,
         forgets: bool = True,
+        rate: str = "beta",
     ) -> None:
         self.gates = ("values", "writes", "heads") if forgets else ("values", "writes")
         super().__init__(
@@ -66,6 +69,7 @@ class GatedDeltaProduct(LinearMixer):
             norm_eps=norm_eps, gate_activation=gate_activation, writes=writes,
         )  # fmt: skip
         self.beta_scale = beta_scale
+        self.set_rate(rate)
         self.reset_parameters()
 
     def add_gates(self) -> None:
@@ -95,7 +99,7 @@ class GatedDeltaProduct(LinearMixer):
         if self.A_log is not None:
             a = gates[2].to(compute_dtype(gates[2].dtype))
             log_decay = decay_of_gate(a, self.A_log, self.dt_bias, None)
-        return Inputs(q=q, k=k, v=v, log_decay=log_decay, beta=beta)
+        return self.with_rate(Inputs(q=q, k=k, v=v, log_decay=log_decay, beta=beta))
 
 
 DELTA_PRODUCT_KIND = register(
