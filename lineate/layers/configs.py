@@ -44,6 +44,7 @@ class LinearConfig:
         value_activation: activation of v in retention (O), "none" or "silu".
         writes: keys and values a token of Gated DeltaProduct (U).
         forgets: whether Gated DeltaProduct has a decay (U).
+        probe: what Comba (Q) compares, a "unit" key (flash-linear-attention) or one that is "scaled" (its equation).
         norm: whether the output norm of retention (O) is one a "head" or one over "all" heads.
     """
 
@@ -70,6 +71,7 @@ class LinearConfig:
     norm: str = field(default="head", metadata={"choices": ("head", "all")})
     writes: int = field(default=2, metadata={"least": 1})
     forgets: bool = True
+    probe: str = field(default="unit", metadata={"choices": ("unit", "scaled")})
     rate: str = field(default="beta", metadata={"choices": WRITING_RATES})
 
     def check_sizes(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lineate.forms import sequences
 from lineate.layers import (
     RWKV7,
+    Comba,
     DeltaNet,
     GatedAttention,
     GatedDeltaNet,
@@ -52,6 +53,8 @@ MIXERS = {
     "gated delta, kaczmarz rate": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, rate="kaczmarz", beta_scale=2.0),
     "kimi, exact rate": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, decay_rank=5, gate_rank=7, rate="exact"),
     "product, kaczmarz rate": lambda: GatedDeltaProduct(HIDDEN, 2, **SIZES, writes=2, rate="kaczmarz"),
+    "comba": lambda: Comba(HIDDEN, 2, **SIZES),
+    "comba, scaled probe": lambda: Comba(HIDDEN, 2, **SIZES, probe="scaled", gate_activation="none"),
     "rwkv": lambda: RWKV7(HIDDEN, 3, 8, value_dim=5, decay_rank=5, rate_rank=7, value_rank=0, gate_rank=4),
     "gated delta, bounded": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, gate_lower_bound=-5.0),
     "kimi, full rank": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, decay_rank=0, gate_rank=0),
