@@ -46,6 +46,7 @@ class LinearConfig:
         forgets: whether Gated DeltaProduct has a decay (U).
         probe: what Comba (Q) compares, a "unit" key (flash-linear-attention) or one that is "scaled" (its equation).
         norm: whether the output norm of retention (O) is one a "head" or one over "all" heads.
+        group_norm: whether the output norm of U is one over the heads that share a key, after the output gate.
     """
 
     heads: int
@@ -71,6 +72,7 @@ class LinearConfig:
     norm: str = field(default="head", metadata={"choices": ("head", "all")})
     writes: int = field(default=2, metadata={"least": 1})
     forgets: bool = True
+    group_norm: bool = False
     probe: str = field(default="unit", metadata={"choices": ("unit", "scaled")})
     rate: str = field(default="beta", metadata={"choices": WRITING_RATES})
 

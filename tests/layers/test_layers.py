@@ -48,6 +48,7 @@ MIXERS = {
     ),
     "gdn2": lambda: GatedDeltaNet2(HIDDEN, 2, **SIZES, decay_rank=5, gate_rank=7, beta_scale=2.0),
     "product": lambda: GatedDeltaProduct(HIDDEN, 2, **SIZES, writes=3, beta_scale=2.0),
+    "product, a norm a group": lambda: GatedDeltaProduct(HIDDEN, 2, **SIZES, writes=2, group_norm=True),
     "product, no decay": lambda: GatedDeltaProduct(HIDDEN, 2, **SIZES, writes=2, forgets=False),
     "delta, exact rate": lambda: DeltaNet(HIDDEN, 2, **SIZES, rate="exact"),
     "gated delta, kaczmarz rate": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, rate="kaczmarz", beta_scale=2.0),
