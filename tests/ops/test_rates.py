@@ -7,6 +7,7 @@ import torch
 
 import lineate
 from lineate import rate_of_key
+from lineate.forms import stability
 
 SIZES = (0.0, 1e-40, 1e-12, 1e-4, 0.03, 0.2499, 0.25, 0.4, 1.0, 3.0, 30.0, 1e3, 1e9)
 """Values of |k|^2; the series ends at beta |k|^2 = 0.25."""
@@ -89,6 +90,7 @@ def test_kaczmarz_fits_the_token():
 @pytest.mark.parametrize("length", [1e-3, 1.0, 30.0])
 def test_the_memory_stays_bounded(kind, length, recwarn):
     """Keys of any length, which would overflow a memory with the rate beta."""
+    stability.forget()
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 400, 2, 6, generator=generator) for _ in range(3))
     beta = torch.rand(1, 400, 2, generator=generator)
