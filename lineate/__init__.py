@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         gated_linear_attention,
         kimi_delta_attention,
         linear_attention,
+        rate_of_key,
         softmax_attention,
     )
     from lineate.ops.decoding import decode
@@ -43,7 +44,8 @@ else:
             "ops": (
                 "Attended", "AttendedStates", "attend_keeping_states", "attention_matrix", "delta_rule",
                 "diagonal_plus_low_rank", "gated_delta_product", "gated_delta_rule", "gated_delta_rule_2",
-                "gated_linear_attention", "kimi_delta_attention", "linear_attention", "softmax_attention",
+                "gated_linear_attention", "kimi_delta_attention", "linear_attention", "rate_of_key",
+                "softmax_attention",
             ),
             "forms.stability": ("UnstableMemoryWarning",),
         },
@@ -74,5 +76,6 @@ __all__ = [
     "gated_linear_attention",
     "kimi_delta_attention",
     "linear_attention",
+    "rate_of_key",
     "softmax_attention",
 ]

@@ -44,7 +44,11 @@ def watch_writes(k: Tensor, beta: Tensor | None, normalize_qk: bool) -> None:
 
 
 def watch_erasing(inputs: Inputs, options: Options) -> None:
-    """Warn if e . d leaves [0, 2] in a call of the general row (forms/general.py), as beta |k|^2 in watch_writes."""
+    """Warn if e . d leaves [0, 2] in a call of the general row (forms/general.py), as beta |k|^2 in watch_writes.
+
+    With one decay a a head, what is read along d is multiplied by a (1 - e . d), so that e . d may reach 1 + 1 / a. A
+    rule that compares before it decays, such as Comba, needs that.
+    """
     if options.rule.writes and inputs.beta is not None:
         watch_writes(inputs.k.flatten(1, 2), inputs.beta.flatten(1, 2), options.normalize_qk)
         return
@@ -56,16 +60,20 @@ def watch_erasing(inputs: Inputs, options: Options) -> None:
 def warn_erasing(inputs: Inputs, options: Options) -> None:
     """Warn as watch_erasing does, however many tokens were checked before."""
     k, erase, probe, direction = (x if x is None else x.detach() for x in _erasing(inputs))
+    log_decay = inputs.log_decay
+    per_head = log_decay is not None and log_decay.dim() == 3
+    decay = log_decay.detach().to(compute_dtype(log_decay.dtype)).exp() if per_head and log_decay is not None else None
     assert k is not None
     if options.rule.writes and inputs.beta is not None:
         warn_unstable(k.flatten(1, 2), inputs.beta.detach().flatten(1, 2))
     elif erase is not None:
         k = k.to(compute_dtype(k.dtype)).repeat_interleave(erase.shape[2] // k.shape[2], 2)  # b t hv k
         k = normalize(k) if options.normalize_qk else k
-        _warn_outside("sum(erase * k^2)", (erase * k * k).sum(-1), "pass normalize_qk=True, and erase in [0, 2]")
+        sizes, remedy = (erase * k * k).sum(-1), "pass normalize_qk=True, and erase in [0, 2]"
+        _warn_outside("sum(erase * k^2)", sizes, remedy, decay)
     elif probe is not None and direction is not None:
         probe = probe.to(compute_dtype(probe.dtype))
-        _warn_outside("probe . direction", (probe * direction).sum(-1), "make them smaller")
+        _warn_outside("probe . direction", (probe * direction).sum(-1), "make them smaller", decay)
 
 
 def _erasing(inputs: Inputs) -> tuple[Tensor | None, ...]:
@@ -96,13 +104,13 @@ def warn_unstable(k: Tensor, beta: Tensor) -> None:
         _warn_outside("beta |k|^2", _sizes(k, beta), "pass normalize_qk=True")
 
 
-def _warn_outside(name: str, sizes: Tensor, remedy: str) -> None:
-    """Warn, the first time, if a size leaves [0, 2]; NaN does not."""
+def _warn_outside(name: str, sizes: Tensor, remedy: str, decay: Tensor | None = None) -> None:
+    """Warn, the first time, if |decay (1 - size)| is above 1 for a size; None is a decay of 1. NaN does not count."""
     global _warned
-    if _warned or not bool(((sizes - 1).abs() > 1 + ROUNDING).any()):
+    factors = (sizes - 1).abs() if decay is None else (sizes - 1).abs() * decay
+    if _warned or not bool((factors > 1 + ROUNDING).any()):
         return
-    sizes = sizes.flatten()
-    worst = sizes[(sizes - 1).abs().nan_to_num(nan=0.0).argmax()].item()
+    worst = sizes.flatten()[factors.flatten().nan_to_num(nan=0.0).argmax()].item()
     warnings.warn(
         f"{name} must stay in [0, 2] for a rule that corrects, got {worst:.4g}: the memory may grow with every "
         f"token until it overflows; {remedy} (said once; warnings.filterwarnings('ignore', "

@@ -32,6 +32,7 @@ from lineate.layers.rwkv.time_mix import RWKV7
 from lineate.layers.state import Carried, LayerState, Memory, TensorSpec, TokenCache
 from lineate.layers.titans import Titans
 from lineate.layers.ttt import TTTMLP, TTTLinear
+from lineate.layers.variants.comba import Comba
 from lineate.layers.variants.delta_product import GatedDeltaProduct
 from lineate.layers.variants.gdn2 import GatedDeltaNet2
 from lineate.layers.variants.hgrn2 import HGRN2
@@ -46,6 +47,7 @@ __all__ = [
     "LinearMixer",
     "GatedDeltaNet2",
     "GatedDeltaProduct",
+    "Comba",
     "Mamba2",
     "RWKV7",
     "HGRN2",

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 FEATURE_MAPS = ("identity", "elu+1", "relu", "product", "t2r", "hedgehog")
 """The feature maps of linear attention (lineate/layers/variants/features.py)."""
+WRITING_RATES = ("beta", "exact", "kaczmarz")
+"""The rates of writing of delta rules; all but the first are those of lineate/ops/rates.py."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class LinearConfig:
         gate_rank: the same for the output gate (K); None is value_dim, 0 is none.
         gate_bias: whether the projection behind gate_rank has a bias (K).
         beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
+        rate: the rate of writing (D, G, K, U): "beta", with unit keys, or, with keys of any length, "exact" (EFLA) or
+            "kaczmarz" (lineate/ops/rates.py).
         gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0) (G, K); GLM-5-Next and Ring have -5.
         norm_eps: epsilon of the output norm.
         gate_activation: activation of the output gate, "silu" or "sigmoid" (published KDA); "none" (not K) is no gate.
@@ -40,7 +44,9 @@ class LinearConfig:
         value_activation: activation of v in retention (O), "none" or "silu".
         writes: keys and values a token of Gated DeltaProduct (U).
         forgets: whether Gated DeltaProduct has a decay (U).
+        probe: what Comba (Q) compares, a "unit" key (flash-linear-attention) or one that is "scaled" (its equation).
         norm: whether the output norm of retention (O) is one a "head" or one over "all" heads.
+        group_norm: whether the output norm of U is one over the heads that share a key, after the output gate.
     """
 
     heads: int
@@ -66,6 +72,9 @@ class LinearConfig:
     norm: str = field(default="head", metadata={"choices": ("head", "all")})
     writes: int = field(default=2, metadata={"least": 1})
     forgets: bool = True
+    group_norm: bool = False
+    probe: str = field(default="unit", metadata={"choices": ("unit", "scaled")})
+    rate: str = field(default="beta", metadata={"choices": WRITING_RATES})
 
     def check_sizes(self) -> None:
         """Raise if value heads cannot be divided among the key heads."""

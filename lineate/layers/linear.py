@@ -191,13 +191,15 @@ class DeltaNet(LinearMixer):
         value_dim: channels of a value; None is key_dim.
         conv_size: tokens that the short convolution sees; 0: no convolution.
         beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
+        rate: the rate of writing: "beta", with unit keys, or "exact" or "kaczmarz", with keys of any length
+            (lineate/ops/rates.py).
         norm_eps: epsilon of the output norm.
         gate_activation: activation of the output gate, "silu", "sigmoid" or "none" (no gate).
     """
 
     rule: ClassVar[Rule | None] = DELTA
     gates: tuple[str, ...] = ("values", "heads")
-    options: ClassVar[tuple[str, ...]] = ("beta_scale",)
+    options: ClassVar[tuple[str, ...]] = ("beta_scale", "rate")
     normalize_qk = True
 
     def __init__(
@@ -212,17 +214,19 @@ class DeltaNet(LinearMixer):
         beta_scale: float = 1.0,
         norm_eps: float = 1e-6,
         gate_activation: str = "silu",
+        rate: str = "beta",
     ) -> None:
         super().__init__(
             hidden_size, heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size,
             norm_eps=norm_eps, gate_activation=gate_activation,
         )  # fmt: skip
         self.beta_scale = beta_scale
+        self.set_rate(rate)
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
         b = gates[1]
         beta = self.beta_scale * elementwise(torch.sigmoid, b.to(compute_dtype(b.dtype)))
-        return Inputs(q=q, k=k, v=v, beta=beta)
+        return self.with_rate(Inputs(q=q, k=k, v=v, beta=beta))
 
 
 class GatedDeltaNet(DeltaNet):
@@ -239,6 +243,8 @@ class GatedDeltaNet(DeltaNet):
         value_dim: channels of a value; None is key_dim.
         conv_size: tokens that the short convolution sees; 0: no convolution.
         beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
+        rate: the rate of writing: "beta", with unit keys, or "exact" or "kaczmarz", with keys of any length
+            (lineate/ops/rates.py).
         norm_eps: epsilon of the output norm.
         gate_activation: activation of the output gate, "silu", "sigmoid" or "none" (no gate).
         gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0); it must be below 0.
@@ -246,7 +252,7 @@ class GatedDeltaNet(DeltaNet):
 
     rule = GATED_DELTA
     gates = ("values", "heads", "heads")
-    options = ("beta_scale", "gate_lower_bound")
+    options = ("beta_scale", "gate_lower_bound", "rate")
 
     def __init__(
         self,
@@ -261,11 +267,12 @@ class GatedDeltaNet(DeltaNet):
         norm_eps: float = 1e-6,
         gate_activation: str = "silu",
         gate_lower_bound: float | None = None,
+        rate: str = "beta",
     ) -> None:
         checks.check_lower_bound(gate_lower_bound, "gate_lower_bound")
         super().__init__(
             hidden_size, heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size,
-            beta_scale=beta_scale, norm_eps=norm_eps, gate_activation=gate_activation,
+            beta_scale=beta_scale, norm_eps=norm_eps, gate_activation=gate_activation, rate=rate,
         )  # fmt: skip
         self.gate_lower_bound = gate_lower_bound
         self.reset_parameters()
@@ -279,7 +286,8 @@ class GatedDeltaNet(DeltaNet):
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
         _, b, a = gates
-        return Inputs(q=q, k=k, v=v, log_decay=a, beta=b, A_log=self.A_log, dt_bias=self.dt_bias)
+        inputs = Inputs(q=q, k=k, v=v, log_decay=a, beta=b, A_log=self.A_log, dt_bias=self.dt_bias)
+        return self.with_rate(inputs)
 
 
 class KimiDeltaAttention(LinearMixer):
@@ -300,6 +308,8 @@ class KimiDeltaAttention(LinearMixer):
         gate_rank: channels of z; None is value_dim, 0 is one for each channel of the values.
         gate_bias: whether gate_proj has a bias.
         beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
+        rate: the rate of writing: "beta", with unit keys, or "exact" or "kaczmarz", with keys of any length
+            (lineate/ops/rates.py).
         norm_eps: epsilon of the output norm.
         gate_activation: activation of the output gate, "silu" or "sigmoid".
         gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0); it must be below 0.
@@ -307,7 +317,7 @@ class KimiDeltaAttention(LinearMixer):
 
     rule = KIMI_DELTA
     gates = ("decay_rank", "gate_rank", "heads")
-    options = ("beta_scale", "decay_rank", "gate_rank", "gate_bias", "gate_lower_bound")
+    options = ("beta_scale", "decay_rank", "gate_rank", "gate_bias", "gate_lower_bound", "rate")
     normalize_qk = True
 
     def __init__(
@@ -326,6 +336,7 @@ class KimiDeltaAttention(LinearMixer):
         norm_eps: float = 1e-5,
         gate_activation: str = "sigmoid",
         gate_lower_bound: float | None = None,
+        rate: str = "beta",
     ) -> None:
         checks.check_lower_bound(gate_lower_bound, "gate_lower_bound")
         checks.check_choice("gate_activation", gate_activation, ("silu", "sigmoid"))
@@ -335,6 +346,7 @@ class KimiDeltaAttention(LinearMixer):
             gate_bias=gate_bias,
         )  # fmt: skip
         self.beta_scale, self.gate_lower_bound = beta_scale, gate_lower_bound
+        self.set_rate(rate)
         self.reset_parameters()
 
     def add_gates(self) -> None:
@@ -351,7 +363,8 @@ class KimiDeltaAttention(LinearMixer):
         f, _, b = gates
         decay = f if self.decay_proj is None else project(self.decay_proj, f)
         decay = decay.unflatten(-1, (self.value_heads, self.key_dim))
-        return Inputs(q=q, k=k, v=v, log_decay=decay, beta=b, A_log=self.A_log, dt_bias=self.dt_bias)
+        inputs = Inputs(q=q, k=k, v=v, log_decay=decay, beta=b, A_log=self.A_log, dt_bias=self.dt_bias)
+        return self.with_rate(inputs)
 
     def output_gate(self, gates: Sequence[Tensor]) -> Tensor:
         return gates[1] if self.gate_proj is None else project(self.gate_proj, gates[1])

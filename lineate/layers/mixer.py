@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lineate import checks
 from lineate.call import Inputs, RawGates, Request, Slots
 from lineate.dispatch import select_rule
-from lineate.layers.configs import LinearConfig
+from lineate.layers.configs import WRITING_RATES, LinearConfig
 from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.entry import check_call
 from lineate.layers.norm import GatedRMSNorm
@@ -26,6 +26,7 @@ from lineate.layers.registry import ModelSizes
 from lineate.layers.state import Memory, TensorSpec
 from lineate.ops import Attended
 from lineate.ops.decoding import DecodeRequest, decode_inputs
+from lineate.ops.rates import rate_of_key
 from lineate.ops.raw_gates import activated, attend_raw
 from lineate.ops.rounding import NEAREST, STOCHASTIC, round_memory
 from lineate.ops.rules import attend
@@ -86,8 +87,10 @@ class LinearMixer(nn.Module):
     is hv, "writes" is hv for each write of a token, and the others are ranks."""
     options: ClassVar[tuple[str, ...]] = ()
     """Constructor arguments beyond those that all mixers share; LinearConfig has fields of the same names."""
-    normalize_qk: ClassVar[bool] = False
+    normalize_qk: bool = False
     """Whether the rule normalises q and k."""
+    rate: str = "beta"
+    """The rate of writing of a delta rule: "beta", or that of an unnormalised key in lineate.ops.rates.RATES."""
     beta_scale: float = 1.0
     """The upper bound of beta if it is made from a raw logit: beta lies in (0, beta_scale)."""
     gate_lower_bound: float | None = None
@@ -280,6 +283,22 @@ class LinearMixer(nn.Module):
         A mixer of your own overrides this method. Without a `rule`, it runs the one that takes the gates given here.
         """
         raise NotImplementedError(f"{type(self).__name__} must have rule_inputs, as every LinearMixer")
+
+    def set_rate(self, rate: str) -> None:
+        """Set the rate of writing; the keys are normalised for "beta" alone."""
+        checks.check_choice("rate", rate, WRITING_RATES)
+        self.rate, self.normalize_qk = rate, rate == "beta"
+
+    def with_rate(self, inputs: Inputs) -> Inputs:
+        """Return the arguments of a delta rule with its rate of writing; all but "beta" need activated gates."""
+        if self.rate == "beta":
+            return inputs
+        if inputs.A_log is not None:
+            inputs = activated(inputs, RawGates(beta_scale=self.beta_scale, lower_bound=self.gate_lower_bound))
+        q, k, beta = inputs.q, inputs.k, inputs.beta
+        assert beta is not None
+        q = normalize(q.to(compute_dtype(q.dtype))).to(q.dtype)
+        return inputs.replace(q=q, beta=rate_of_key(k, beta, self.rate))
 
     def output_gate(self, gates: Sequence[Tensor]) -> Tensor:
         """Return z `b t hv*v`, before its activation; unused values of that shape if there is no gate."""

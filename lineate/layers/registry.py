@@ -329,9 +329,8 @@ def kinds() -> tuple[MixerKind, ...]:
 
 
 def step_of(mixer: nn.Module) -> StepSpec | None:
-    """Return what a step of this mixer computes; None if no row describes its class."""
-    kind = type(mixer)
-    return next((row.step for row in _KINDS.values() if row.step is not None and row.step.mixer is kind), None)
+    """Return what a step of this mixer computes; None if no row describes it."""
+    return next((row.step for row in _KINDS.values() if row.step is not None and row.step.describes(mixer)), None)
 
 
 def letters() -> str:

@@ -125,6 +125,12 @@ GROUPS: dict[str, tuple[Reference, ...]] = {
             "Hu2025", "Hu and others", 2025, "Comba: Improving bilinear RNNs with closed-loop control", "", "2506.02475"
         ),
         Reference(
+            "Lei2025", "Lei, Zhang and Poria", 2025,
+            "Error-free linear attention is a free lunch: Exact solution from continuous-time dynamics (EFLA)", "",
+            "2512.12602",
+        ),
+        Reference("Zou2026", "Zou, Ren and Liu", 2026, "Kaczmarz linear attention", "", "2605.08587"),
+        Reference(
             "Hatamizadeh2026", "Hatamizadeh, Choi and Kautz", 2026,
             "Gated DeltaNet-2: Decoupling erase and write in linear attention (GDN-2)", "", "2605.22791",
         ),

@@ -116,7 +116,11 @@ static void load_erasing(Scratch *s, const Call *a, i64 row, i64 start, i64 head
             scale_to(e, k, -s->beta[i], K);
         }
         if (has(&a->direction)) get(d = d_of(s) + i * ldk, &a->direction, row, start + i, head, a->key_dim, K);
-        if (looks) s->unstable |= fabsf(-dot(e, d, K) - 1.f) > 1.02f;
+        if (looks) {
+            float gate = 0.f;  // one decay a head multiplies 1 - e . d
+            if (a->decay == HEAD && i % a->writes == 0) get(&gate, &a->log_decay, row, start + i / a->writes, head, 1, 1);
+            s->unstable |= fabsf(-dot(e, d, K) - 1.f) * expf(gate) > 1.02f;
+        }
     }
     clear(e_of(s) + s->m * ldk, (s->wide - s->m) * ldk);
     if (has(&a->direction)) clear(d_of(s) + s->m * ldk, (s->wide - s->m) * ldk);

@@ -13,34 +13,41 @@ from lineate.rule import GATED_LINEAR
 class Case:
     """A published rule."""
 
+    key: str
+    """Its name in --json."""
     name: str
     what: str
     """How it is the row."""
 
 
-CASES = {
-    "hgrn2": Case(
+_CASES = (
+    Case(
+        "hgrn2",
         "HGRN2",
         "Gated linear attention with k = 1 - decay: the key channels that forget most are written most.",
     ),
-    "mlstm": Case(
+    Case(
+        "mlstm",
         "mLSTM",
         "Gated linear attention with an input gate, which is folded into v. A normaliser is the memory of a value "
         "channel that is always 1. A stabiliser only scales both; without it exp of the input gate must stay in the "
         "range of float32.",
     ),
-    "rwkv-7": Case(
+    Case(
+        "rwkv-7",
         "RWKV-7",
         "It reads S before its decay and erases along the vector that it reads with, times a gate; the probe of the "
         "row reads the decayed S, so it is divided by the decay. That is safe: RWKV-7's decay is at least "
         "exp(-exp(-1/2)) = 0.545. Its output has no factor 1/sqrt(k): scale=1.",
     ),
-    "comba": Case(
+    Case(
+        "comba",
         "Comba",
         "It compares with S before its decay, as Comba's published kernels do, with a probe that is smaller than the "
         "key. The op compares after the decay, so the probe is divided by the decay.",
     ),
-}
+)
+CASES = {case.key: case for case in _CASES}
 """Cases by their names in --json."""
 
 

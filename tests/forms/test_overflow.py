@@ -10,6 +10,7 @@ from torch import Tensor
 
 import lineate
 from lineate.forms import stability
+from lineate.native.build import available
 from tests.support.cases import FORWARD_PATHS, ROWS, Row, interpreted, unit
 from tests.support.fresh import run as run_freshly
 
@@ -162,3 +163,21 @@ warnings.simplefilter("ignore", RuntimeWarning)
 def test_once_a_process(before: str, said: int) -> None:
     done = run_freshly(before + SCRIPT)
     assert done.returncode == 0 and done.stderr.count("UnstableMemoryWarning:") == said
+
+
+@pytest.mark.parametrize("form", ["recurrent", "chunkwise"])
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_a_decay_per_head_stabilises_larger_erases(form, backend):
+    """What is read along the key is multiplied by decay (1 - erase), here by -1.81, and by -0.67."""
+    if backend == "native" and not available("general"):
+        pytest.skip("no C compiler")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 40, 2, 8, generator=generator) for _ in range(3))
+    erase, write = torch.full_like(q, 3.0), torch.ones_like(v)
+    options = {"normalize_qk": True, "form": form, "backend": backend}
+    for log_decay, warns in ((-0.1, True), (-1.1, False)):
+        stability.forget()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", lineate.UnstableMemoryWarning)
+            lineate.gated_delta_rule_2(q, k, v, torch.full((1, 40, 2), log_decay), erase, write, **options)
+        assert [x.category for x in found] == [lineate.UnstableMemoryWarning] * warns

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lineate.forms import sequences
 from lineate.layers import (
     RWKV7,
+    Comba,
     DeltaNet,
     GatedAttention,
     GatedDeltaNet,
@@ -47,7 +48,14 @@ MIXERS = {
     ),
     "gdn2": lambda: GatedDeltaNet2(HIDDEN, 2, **SIZES, decay_rank=5, gate_rank=7, beta_scale=2.0),
     "product": lambda: GatedDeltaProduct(HIDDEN, 2, **SIZES, writes=3, beta_scale=2.0),
+    "product, a norm a group": lambda: GatedDeltaProduct(HIDDEN, 2, **SIZES, writes=2, group_norm=True),
     "product, no decay": lambda: GatedDeltaProduct(HIDDEN, 2, **SIZES, writes=2, forgets=False),
+    "delta, exact rate": lambda: DeltaNet(HIDDEN, 2, **SIZES, rate="exact"),
+    "gated delta, kaczmarz rate": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, rate="kaczmarz", beta_scale=2.0),
+    "kimi, exact rate": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, decay_rank=5, gate_rank=7, rate="exact"),
+    "product, kaczmarz rate": lambda: GatedDeltaProduct(HIDDEN, 2, **SIZES, writes=2, rate="kaczmarz"),
+    "comba": lambda: Comba(HIDDEN, 2, **SIZES),
+    "comba, scaled probe": lambda: Comba(HIDDEN, 2, **SIZES, probe="scaled", gate_activation="none"),
     "rwkv": lambda: RWKV7(HIDDEN, 3, 8, value_dim=5, decay_rank=5, rate_rank=7, value_rank=0, gate_rank=4),
     "gated delta, bounded": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, gate_lower_bound=-5.0),
     "kimi, full rank": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, decay_rank=0, gate_rank=0),
@@ -277,7 +285,11 @@ def test_short_convolution_is_a_convolution():
 
 
 @pytest.mark.parametrize(
-    "name", ["gated delta, no convolution", "gated delta, bounded", "kimi", "kimi, bounded"]
+    "name",
+    [
+        "gated delta, no convolution", "gated delta, bounded", "kimi", "kimi, bounded", "gated delta, kaczmarz rate",
+        "kimi, exact rate",
+    ],
 )  # fmt: skip
 def test_delta_mixers_are_their_equation(name):
     """The equation is written in plain steps: projections, convolution, gates, the rule token by token, gated norm."""
@@ -287,7 +299,10 @@ def test_delta_mixers_are_their_equation(name):
         mixed, _ = layer.conv(mixed)
     q, k, v = mixed[0].split((16, 16, 24), -1)
     q, k = (y.view(12, 2, 8) for y in (q, k))
-    q, k = ((y * torch.rsqrt(y.square().sum(-1, True) + 1e-6)).repeat_interleave(2, 1) for y in (q, k))
+    q, k = (y.repeat_interleave(2, 1) for y in (q, k))  # t hv k
+    square = k.square().sum(-1)
+    q = q * torch.rsqrt(q.square().sum(-1, True) + 1e-6)
+    k = k if "rate" in name else k * torch.rsqrt(square[..., None] + 1e-6)
     v = v.view(12, 4, 6)
     if name.startswith("kimi"):
         f, z, b = gates
@@ -300,7 +315,11 @@ def test_delta_mixers_are_their_equation(name):
     if "bounded" in name:
         assert layer.gate_lower_bound in (-5.0, -0.5)
         decay = torch.exp(layer.gate_lower_bound * torch.sigmoid(speed * raw))
-    beta, S, outputs = b[0].sigmoid(), torch.zeros(4, 8, 6, dtype=torch.float64), []
+    beta, S, outputs = layer.beta_scale * b[0].sigmoid(), torch.zeros(4, 8, 6, dtype=torch.float64), []
+    if "kaczmarz" in name:
+        beta = beta / (square + 1e-6)
+    elif "exact" in name:
+        beta = (1 - torch.exp(-beta * square)) / square
     for t in range(12):
         S = decay[t][..., None] * S
         error = v[t] - torch.einsum("hkv,hk->hv", S, k[t])

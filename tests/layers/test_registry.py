@@ -42,7 +42,10 @@ NO_GATE = replace(CONFIG, gate_activation="none")
 
 @pytest.mark.parametrize(
     ("letter", "config"),
-    [(x, CONFIG) for x in LINEAR if kind_of(x).kept_bytes] + [("K", FULL_RANK)] + [(x, NO_GATE) for x in "LRDG"],
+    [(x, CONFIG) for x in LINEAR if kind_of(x).kept_bytes]
+    + [("K", FULL_RANK)]
+    + [(x, NO_GATE) for x in "LRDG"]
+    + [(x, replace(CONFIG, rate=rate)) for x in "LDGK" for rate in ("exact", "kaczmarz")],
 )
 def test_measured_bytes_are_the_counted_ones(letter, config):
     kind = kind_of(letter)
@@ -66,6 +69,8 @@ def test_rows_declare_their_steps(letter):
     assert (inputs.beta is not None) == step.rule.corrects
     shape = "none" if inputs.log_decay is None else "head" if inputs.log_decay.dim() == 3 else "channel"
     assert shape == step.decay
+    if step.rule.corrects:  # a step normalises keys
+        assert registry.step_of(kind.make(Sizes(32), replace(CONFIG, rate="exact"))) is None
     mixer.__class__ = type("Own", (type(mixer),), {})
     assert registry.step_of(mixer) is None
 
@@ -153,7 +158,7 @@ def test_threads_may_register_and_read(empty_place):
         for _ in range(300):
             assert len(kinds()) >= len(ORDER)
 
-    jobs = [*(lambda free=free: add(free) for free in ("BF", "IQY", "XZ")), *[read] * 3]
+    jobs = [*(lambda free=free: add(free) for free in ("BF", "IWY", "XZ")), *[read] * 3]
     sys.setswitchinterval(1e-6)
     try:
         threads = [threading.Thread(target=run, args=(job,)) for job in jobs]

@@ -1,16 +1,20 @@
-"""HGRN2, retention and the feature maps of linear attention: extreme gates, gradients, positions, and refusals."""
+"""HGRN2, retention, Comba and feature maps of linear attention: extreme gates, gradients, positions, and refusals."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from lineate.layers import HGRN2, LinearAttention, Retention, RotaryRetention, kind_of
+import lineate
+from lineate.forms import stability
+from lineate.layers import HGRN2, Comba, LinearAttention, Retention, RotaryRetention, kind_of
 from lineate.layers.configs import FEATURE_MAPS, LinearConfig
 from lineate.layers.costs.measuring import kept_bytes, operations_of
 from lineate.layers.registry import Sizes
 from lineate.layers.trail import trail
 from lineate.layers.variants.retention import lightning_decays, retnet_decays
+from lineate.rule import normalize
 
 CONFIG = LinearConfig(2, 4, 8, 6, conv_size=0)
 CASES = {
@@ -18,6 +22,8 @@ CASES = {
     "H, no bound": ("H", replace(CONFIG, learned_bound=False, gate_activation="sigmoid")),
     "O": ("O", replace(CONFIG, decay="lightning", qk_activation="silu", value_activation="silu", norm="all")),
     "O, rotary": ("O", replace(CONFIG, rope_theta=100.0, qk_activation="relu", conv_size=3)),
+    "Q": ("Q", CONFIG),
+    "Q, scaled": ("Q", replace(CONFIG, probe="scaled", conv_size=3)),
     **{f"L, {name}": ("L", replace(CONFIG, feature_map=name, normalize=False)) for name in FEATURE_MAPS},
     "L, sums": ("L", replace(CONFIG, sum_to_one="qk")),
 }
@@ -95,7 +101,7 @@ def test_positions_are_relative():
     torch.testing.assert_close(torch.cat(caught, 1)[0], torch.einsum("hts,shv->thv", weights, v))
 
 
-@pytest.mark.parametrize("name", ["H", "O", "O, rotary", "L, product", "L, sums"])
+@pytest.mark.parametrize("name", ["H", "O", "O, rotary", "Q", "L, product", "L, sums"])
 @torch.no_grad()
 def test_a_trail_takes_tokens_back(name):
     mixer = make(name)
@@ -134,6 +140,7 @@ REFUSED = [
     (Retention, {"qk_activation": "elu"}, "qk_activation must be one of 'none', 'silu', 'relu', got 'elu'"),
     (Retention, {"value_activation": "relu"}, "value_activation must be one of 'none', 'silu', got 'relu'"),
     (RotaryRetention, {"key_dim": 7}, "key_dim must be even to be rotated, got 7"),
+    (Comba, {"probe": "long"}, "probe must be one of 'unit', 'scaled', got 'long'"),
     (HGRN2, {"value_heads": 3}, "value_heads must be a multiple of heads = 2, got 3"),
 ]
 
@@ -154,3 +161,53 @@ def test_hedgehog_features_are_positive_and_sum_to_one():
     q, k = mixer.enter(torch.randn(1, 5, 16))[:2]
     assert q.shape[-1] == 16 and (k > 0).all()
     torch.testing.assert_close(q.sum(-1), torch.ones(1, 5, 2))
+
+
+@pytest.mark.parametrize("probe", ["unit", "scaled"])
+@pytest.mark.parametrize("speed", [1.0, 60.0, 1e6], ids=str)
+@torch.no_grad()
+def test_comba_is_its_equation(probe, speed, recwarn):
+    """The error precedes the decay, for decays down to e^-60 and 0, without a warning about the memory."""
+    stability.forget()
+    torch.manual_seed(0)
+    mixer = Comba(16, 2, value_heads=4, key_dim=8, value_dim=6, probe=probe)
+    for x in (mixer.probe_logit, mixer.correction):
+        torch.nn.init.normal_(x)
+    torch.nn.init.constant_(mixer.A_log, math.log(speed))
+    torch.nn.init.constant_(mixer.dt_bias, 0.5)
+    x = torch.randn(1, 150, 16)
+    exact = mixer.double()
+    mixed, z, b, a = exact.in_proj(x.double()).split(exact.splits, -1)
+    q, k, v = (y[0] for y in exact.split_heads(exact.conv(mixed)[0]))
+    s, D = mixer.probe_logit.sigmoid()[:, None], mixer.correction[:, None]
+    if probe == "unit":
+        q, p, k = normalize(q - D * s * k), normalize(s * k), normalize(k)
+    else:
+        q, k = normalize(q), normalize(k)
+        q, p = q - D * s * k, s * k
+    q, k, p = (y.repeat_interleave(2, 1) for y in (q, k, p))
+    decay = torch.exp(-speed * torch.nn.functional.softplus(a[0] + mixer.dt_bias))
+    S, outputs = torch.zeros(4, 8, 6).double(), []
+    for t in range(150):
+        error = b[0, t].sigmoid()[:, None] * (v[t] - torch.einsum("hkv,hk->hv", S, p[t]))
+        S = decay[t][:, None, None] * S + torch.einsum("hk,hv->hkv", k[t], error)
+        outputs.append(torch.einsum("hkv,hk->hv", S, q[t]) * 8**-0.5)
+    wanted = exact.leave(torch.stack(outputs)[None], z)
+    torch.testing.assert_close(exact(x.double())[0], wanted, rtol=1e-9, atol=1e-11)
+    narrow = mixer.float()
+    found, state = narrow(x)
+    assert (found.double() - wanted).norm() <= 2e-6 * wanted.norm()
+    assert (state["memory"].double() - S).norm() <= 2e-6 * S.norm()
+    state, outputs = None, []
+    for token in x.split(1, 1):
+        y, state = narrow(token, state)
+        outputs.append(y)
+    assert (torch.cat(outputs, 1).double() - wanted).norm() <= 2e-6 * wanted.norm()
+    assert not [y for y in recwarn if y.category is lineate.UnstableMemoryWarning]
+
+
+def test_gradients_of_comba_through_fast_decays():
+    mixer = Comba(16, 2, key_dim=8)
+    torch.nn.init.constant_(mixer.A_log, math.log(60.0))
+    mixer(torch.randn(1, 150, 16, requires_grad=True))[0].square().sum().backward()
+    assert all(x.grad.isfinite().all() for x in mixer.parameters())

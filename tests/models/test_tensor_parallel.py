@@ -60,7 +60,7 @@ BASE = HybridConfig(
 )  # fmt: skip
 EXPERTS = ExpertsConfig(4, 2, 8, shared_size=12, shared_gate=True)
 MODELS = {
-    **{f"letter {letter}": replace(BASE, pattern=letter) for letter in "LRDGKSTPNCEAMHO"},
+    **{f"letter {letter}": replace(BASE, pattern=letter) for letter in "LRDGKSTPNCEAMHOQ"},
     "feature maps": replace(BASE, pattern="L", linear=replace(BASE.linear, feature_map="product")),  # type: ignore[type-var]
     "one norm over all heads": replace(
         BASE, pattern="O", linear=replace(BASE.linear, norm="all", rope_theta=100.0, key_dim=8),  # type: ignore[type-var]

@@ -156,6 +156,6 @@ def test_public_names():
         "Attended AttendedStates KeyValueCache Plan UnstableMemoryWarning attend_keeping_states attention_matrix "
         "decay_gate decode delta_rule diagonal_plus_low_rank explain fused_delta_rule gated_delta_product "
         "gated_delta_rule gated_delta_rule_2 gated_linear_attention kimi_delta_attention linear_attention "
-        "softmax_attention",
+        "rate_of_key softmax_attention",
         "True",
     ]

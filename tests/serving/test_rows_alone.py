@@ -48,6 +48,8 @@ CASES = {
     "linear": one("L", linear=ODD),
     "gated linear": one("R", linear=replace(ODD, decay_rank=5)),
     "delta": one("D", linear=ODD),
+    "gated delta, exact rate": one("G", linear=replace(ODD, rate="exact")),
+    "comba": one("Q", linear=ODD),
     "least squares": one("E", linear=ODD),
     "titans": one("T", memory=MemoryConfig(3, 10)),
     "titans, mlp": one("T", memory=MemoryConfig(3, 10, titans="mlp")),

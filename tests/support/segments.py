@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lineate.layers import (
     HGRN2,
+    Comba,
     DeltaNet,
     GatedAttention,
     GatedDeltaNet,
@@ -67,10 +68,12 @@ MIXERS = {
     "delta": lambda: DeltaNet(HIDDEN, 2, **SIZES, beta_scale=2.0),
     "gated delta": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES),
     "gated delta, no convolution": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, conv_size=0),
+    "gated delta, exact rate": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, rate="exact"),
     "kimi": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, decay_rank=5, gate_rank=7),
     "mamba": lambda: Mamba2(HIDDEN, 6, head_dim=5, state_dim=7, groups=2, norm_groups=3),
     "hgrn2": lambda: HGRN2(HIDDEN, 2, **SIZES),
     "gdn2": lambda: GatedDeltaNet2(HIDDEN, 2, **SIZES),
+    "comba": lambda: Comba(HIDDEN, 2, **SIZES),
     "product": lambda: GatedDeltaProduct(HIDDEN, 2, **SIZES, writes=2, beta_scale=2.0),
     "retention": lambda: Retention(HIDDEN, 2, **SIZES, norm="all", conv_size=4).requires_grad_(),
     "features": lambda: LinearAttention(HIDDEN, 2, **SIZES, feature_map="product", normalize=False),

@@ -44,6 +44,8 @@ PATTERNS = {
     "EA": replace(CONFIG, pattern="EA", n_layers=2),
     "UJA": replace(CONFIG, pattern="UJA", n_layers=3),
     "HOA": replace(CONFIG, pattern="HOA", n_layers=3, linear=LinearConfig(2, 4, 16, 16, rope_theta=100.0)),
+    "DKA, rates": replace(CONFIG, pattern="DKA", n_layers=3, linear=LinearConfig(2, 4, 16, 16, rate="exact")),
+    "QQA": replace(CONFIG, pattern="QQA", n_layers=3),
     "attention alone": replace(CONFIG, pattern="A", n_layers=2),
 }
 

@@ -13,6 +13,9 @@ from lineate.layers.variants.features import features_of, layers_of
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
 from lineate.torch_ops.flops import Heads
 
+RATE_BYTES = {"exact": 117, "kaczmarz": 8}
+"""The bytes a token and value head that rates of writing keep, besides normalised queries; gates are float32 then."""
+
 
 @dataclass(frozen=True)
 class LinearCosts:
@@ -77,7 +80,10 @@ class LinearCosts:
         width = 2 * x.heads * x.key_dim + values
         states = e * x.value_heads * self.rows(x) * self.columns(x) / CHUNK_SIZES["triton" if half else "native"]
         convolved = width if x.conv_size else 0
-        return e * (width + self.gates(x) + convolved + 2 * values) + self.kept(x, half) + states
+        kept = e * (width + self.gates(x) + convolved + 2 * values) + states
+        if x.rate == "beta" or not self.rule.corrects:
+            return kept + self.kept(x, half)
+        return kept + self.kept(x, False) + 4 * x.heads * (x.key_dim + 1) + RATE_BYTES[x.rate] * x.value_heads
 
     def _spared(self, x: LinearConfig, tokens: int) -> int:
         """Return the most operations that a sequence from an empty state can save on its first k tokens.

@@ -60,6 +60,10 @@ class StepSpec:
     skips: bool = False
     grouped: bool = False
 
+    def describes(self, mixer: nn.Module) -> bool:
+        """Whether this is what one token of a mixer computes: one of the class, without a rate that depends on keys."""
+        return type(mixer) is self.mixer and getattr(mixer, "rate", "beta") == "beta"
+
     def __post_init__(self) -> None:
         """Raise unless the columns are those that the rule reads."""
         if self.decay not in self.rule.decays:

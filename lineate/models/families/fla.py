@@ -21,7 +21,7 @@ from lineate.models.files.loading import LoadingPlan, Piece
 
 LETTERS = {
     "gated_deltanet": "G", "kda": "K", "delta_net": "D", "gla": "R", "hgrn2": "H", "retnet": "O", "linear_attn": "L",
-    "gated_deltaproduct": "U",
+    "gated_deltaproduct": "U", "comba": "Q",
 }  # fmt: skip
 GLA_RANK, FEED_MULTIPLE, HGRN2_EPS, RETNET_THETA = 16, 256, 1e-5, 10000.0
 """Values of its layers that its config.json does not name; HGRN2's output norm does not read norm_eps."""
@@ -133,6 +133,21 @@ def _product(v: Values, hidden: int, eps: float) -> LinearConfig:
         gate_activation="silu" if v.flag("use_output_gate", default=True) else "none",
         writes=v.number("num_householder", default=1),
         forgets=v.flag("use_forget_gate", default=False),
+    )
+
+
+def _comba(v: Values, hidden: int, eps: float) -> LinearConfig:
+    """Return the sizes of comba, whose blocks always have the probe's scale and the correction of the query."""
+    heads, dim = v.number("num_heads", default=6), v.number("head_dim", default=256)
+    return LinearConfig(
+        heads=heads,
+        value_heads=v.number("num_v_heads", default=heads),
+        key_dim=dim,
+        value_dim=_whole(v, dim, "expand_v", 2.0),
+        conv_size=_convolution(v, True),
+        norm_eps=eps,
+        gate_activation="sigmoid" if v.flag("use_output_gate", default=True) else "none",
+        probe="unit",
     )
 
 
@@ -248,6 +263,7 @@ def _linear_attn(v: Values, hidden: int, eps: float) -> LinearConfig:
 _SIZES = {
     "gated_deltanet": _headed, "kda": _headed, "delta_net": _expanded, "gla": _expanded, "hgrn2": _hgrn2,
     "retnet": _retnet, "linear_attn": _linear_attn, "gated_deltaproduct": _product,
+    "comba": _comba,
 }  # fmt: skip
 
 
@@ -290,8 +306,8 @@ def _take_rule(builder: PlanBuilder, i: int, source: str) -> None:
         rows |= {"f_proj.0": x.value_dim, "g_proj.0": x.value_dim}
     elif x.gate_activation != "none":
         rows["g_proj"] = values
-    rows |= {"b_proj": n * hv} if letter in "DGKU" else {}
-    rows |= {"a_proj": hv} if letter == "G" or (letter == "U" and x.forgets) else {}
+    rows |= {"b_proj": n * hv} if letter in "DGKUQ" else {}
+    rows |= {"a_proj": hv} if letter in "GQ" or (letter == "U" and x.forgets) else {}
     parts = [Part(f"{source}.{name}.weight", (count, hidden)) for name, count in rows.items()]
     builder.stack(f"{target}.in_proj.weight", parts)
     if x.conv_size:
@@ -303,7 +319,10 @@ def _take_rule(builder: PlanBuilder, i: int, source: str) -> None:
         builder.copy(f"{target}.decay_proj.weight", f"{source}.f_proj.1.weight", (hv * x.key_dim, x.value_dim))
         builder.copy(f"{target}.gate_proj.weight", f"{source}.g_proj.1.weight", (values, x.value_dim))
         builder.copy(f"{target}.gate_proj.bias", f"{source}.g_proj.1.bias", (values,))
-    if letter in "GK" or (letter == "U" and x.forgets):
+    if letter == "Q":
+        builder.copy(f"{target}.probe_logit", f"{source}.decay", (x.heads,))
+        builder.copy(f"{target}.correction", f"{source}.D", (x.heads,))
+    if letter in "GKQ" or (letter == "U" and x.forgets):
         builder.delta(i, source, source, "o_norm", "o_proj")
         return
     norm = builder.first(*(f"{source}.{name}.weight" for name in _NORMS[letter]))
