@@ -5,9 +5,9 @@
 
 Parts: decode (one row after 4,096, 32,768 and 131,072 tokens; 64 and 256 rows after 512), prefill (4,096, 32,768 and
 131,072 tokens in one call, which the model reads in pieces of 32,768), pieces (131,072 tokens in calls of 8,192),
-million (1,048,576 tokens in one call, without a warm-up, and decoding after them). A bound counts the least bytes at the
-card's bandwidth, or the least operations at its matrix rate, whichever takes longer; where experts are chosen, every
-token chooses at random.
+million (1,048,576 tokens in one call, without a warm-up, and decoding after them). A bound counts the least bytes at
+the card's bandwidth, or the least operations at its matrix rate, whichever takes longer; where experts are chosen,
+every token chooses at random.
 
 Weights are random, so tokens choose experts evenly, as the bound of several rows assumes. The state before a decoding
 step is made up: caches of random entries, not read from a prompt. Busy time and launches are those of one step in

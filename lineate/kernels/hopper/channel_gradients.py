@@ -129,8 +129,9 @@ def channel_gradients(
     """Fill dq, dk and the gradients of the gates, for K = V = 128; mark the units left to Triton in wild.
 
     q ... M: descriptors of tiles of 64 x 64 (P, M: of dP and dM); g: a descriptor only with TMA_GATES. units: 2 slots
-    HV. ERASE: what is compared is erase `b t hv k` times k, and derase is filled. norms `slot hv 2 64`: scale / |q_i| and 1 / |k_i|, used only with NORMALIZE. dvalues and M are used only if
-    CORRECTS; head_v only otherwise, when residuals are v in the caller's layout.
+    HV. ERASE: what is compared is erase `b t hv k` times k, and derase is filled. norms `slot hv 2 64`: scale / |q_i|
+    and 1 / |k_i|, used only with NORMALIZE. dvalues and M are used only if CORRECTS; head_v only otherwise, when
+    residuals are v in the caller's layout.
     """
     gl.static_assert(CORRECTS or not RAW)
     STATES: gl.constexpr = 5 if CORRECTS else 4  # tiles of the products with the state: without dvalues, no dE
