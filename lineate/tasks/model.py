@@ -97,7 +97,7 @@ def label(name: str) -> str:
     kind = kinds_by_word().get(word)
     shown = word if kind is None else kind.short_label or kind.label
     if writes:
-        shown += f", {writes} write{'s' * (writes > 1)}"
+        shown += f", n = {writes}"
     return shown + (", beta in (0, 2)" if dash else "")
 
 

@@ -212,8 +212,8 @@ def test_rules_and_patterns():
     assert parse_rule("gdn2") == ("J", 1.0, None) and parse_rule("gdn2-2") == ("J", 2.0, None)
     assert parse_rule("product") == ("U", 1.0, None) and parse_rule("product-2") == ("U", 2.0, None)
     assert parse_rule("product3") == ("U", 1.0, 3) and parse_rule("product12-2") == ("U", 2.0, 12)
-    assert label("product3-2") == "Gated DeltaProduct, 3 writes, beta in (0, 2)"
-    assert label("product1") == "Gated DeltaProduct, 1 write"
+    assert label("product3-2") == "DeltaProduct, n = 3, beta in (0, 2)"
+    assert label("product1") == "DeltaProduct, n = 1"
     assert make_config("titans", 50, ModelOptions(64, 2, 2)).memory.head_dim == 32
     config = make_config("kda-2", 50, ModelOptions(64, 3, 2, conv=0))
     assert (config.letters, config.linear.beta_scale, config.linear.key_dim, config.linear.conv_size) == (
@@ -407,3 +407,27 @@ def test_parity_needs_negative_eigenvalues():
     }
     assert accuracy["deltanet-2"] > 0.95
     assert accuracy["deltanet"] < 0.6
+
+
+@pytest.mark.slow
+def test_s3_needs_two_writes_a_token():
+    """Without a convolution and a decay, a token is n generalised reflections of the memory."""
+    train = TrainOptions(steps=500, rows=32, lr=3e-3, test_rows=128, test_lengths=(64,))
+    model = ModelOptions(64, 1, 4, conv=0, decay=False)
+    accuracy = {
+        rule: train_cell(Cell("s3", rule, 0, TaskSizes(32), model, train), lambda line: None).by_length[64]
+        for rule in ("product2-2", "product1-2")
+    }
+    assert accuracy["product2-2"] > 0.95
+    assert accuracy["product1-2"] < 0.6
+
+
+@pytest.mark.slow
+def test_adding_favours_separate_rates():
+    train = TrainOptions(steps=400, rows=32, lr=1e-2, eval_every=400, test_rows=128)
+    model = ModelOptions(32, 1, 1, conv=0, init=0.18)
+    wrong = {
+        rule: 1 - train_cell(Cell("adding", rule, 0, TASKS["adding"].default, model, train), lambda line: None).accuracy
+        for rule in ("deltanet", "gdn2")
+    }
+    assert wrong["gdn2"] < 0.01 < 0.02 < wrong["deltanet"]
