@@ -315,6 +315,8 @@ TASKS = {
     "needle": "--vocab 32 --rules kda", "copying": "--vocab 32 --rules ttt", "induction": "--vocab 32 --rules GA",
     "selective-copying": "--pairs 4 --vocab 16 --rules lact", "parity": "--rules deltanet-2",
     "counting": "--modulus 3 --rules least-squares", "s5": "--rules titans",
+    "arithmetic": "--modulus 3 --rules rwkv7", "s3": "--rules product-2", "s4": "--rules product3-2 --no-decay",
+    "a5": "--rules gdn2-2", "erasing": "--rules deltanet", "adding": "--keys 3 --values 2 --rules gdn2",
 }  # fmt: skip
 
 
@@ -353,7 +355,7 @@ def command_cases() -> dict[str, Case]:
         cases[f"tasks/{task}"] = partial(run_task, task=task)
     for rule in (
         "linear", "gla", "deltanet", "gdn", "kda", "softmax", "mla", "ttt", "ttt-mlp", "titans", "lact",
-        "least-squares", "kda-2", "GA",
+        "least-squares", "kda-2", "GA", "gdn2", "product3-2", "rwkv7",
     ):  # fmt: skip
         cases[f"tasks/model of {rule}"] = partial(task_model, rule=rule)
     cases["commands/demo --quick"] = run_demo

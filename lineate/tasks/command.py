@@ -26,18 +26,23 @@ class TasksArguments:
     """The options of `lineate tasks`: a field is an option of the command line."""
 
     task: str = argument(
-        "recall, overwriting, needle, copying, selective-copying, induction, parity, counting, s5.", "TASK"
+        "recall, overwriting, needle, copying, selective-copying, induction, erasing, adding, parity, counting, "
+        "arithmetic, s3, s4, a5, s5.",
+        "TASK",
     )
     rules: str = option(
         DEFAULT_RULES,
-        "Rules with commas between: linear, gla, deltanet, gdn, kda, softmax, mla, ttt, ttt-mlp, titans, "
-        "lact, least-squares, or patterns such as GGGA or KM; with -2, as in deltanet-2, beta lies in (0, 2).",
+        "Rules with commas between: linear, gla, deltanet, gdn, kda, gdn2, product, rwkv7, softmax, mla, ttt, ttt-mlp, "
+        "titans, lact, least-squares, or patterns such as GGGA or KM; with -2, as in deltanet-2, beta lies in (0, 2); "
+        "product3 writes three times a token.",
     )
     length: int | None = option(None, "Tokens a row.")
     pairs: int | None = option(None, "Pairs, or tokens to remember.")
     vocab: int | None = option(None, "Tokens there are.")
     writes: int | None = option(None, "overwriting: writes a key.")
-    modulus: int | None = option(None, "counting: modulo what.")
+    modulus: int | None = option(None, "counting, arithmetic: modulo what.")
+    keys: int | None = option(None, "erasing, adding: keys there are.")
+    values: int | None = option(None, "erasing, adding: values there are.")
     noise: bool = option(False, "recall: random tokens between the queries, not 0.", "--noise")
     width: int = option(128, "Channels of the model.")
     layers: int = option(2, "Layers of the model.")
@@ -45,6 +50,7 @@ class TasksArguments:
     conv: int = option(4, "Size of the short convolution; 0: none.", least=0)
     beta_scale: float = option(1.0, "beta lies in (0, this): 1 or 2.")
     init: float = option(0.02, "Standard deviation of the first weights.")
+    decay: bool = option(True, "Whether Gated DeltaProduct has its decay.", "--decay/--no-decay")
     seeds: int = option(3, "Train with the seeds 0 .. this - 1.", least=1)
     steps: int = option(2000, "Steps at most.", least=1)
     rows: int = option(64, "Rows a step.", least=1)
@@ -59,6 +65,7 @@ class TasksArguments:
     minutes: float = option(math.inf, "Stop every run after this many minutes.", least=0)
     test_pairs: str | None = option(None, "Pairs to test, with commas; an eighth .. all.")
     test_lengths: str | None = option(None, "Lengths to test, with commas; 1, 2, 4 times.")
+    stop_lengths: str | None = option(None, "Lengths at which a run must be as accurate too before it stops.")
     dtype: str = option("float32", "float32, tf32, or bfloat16 (autocast).")
     device: str = option("auto", "cpu, cuda; auto: cuda if there is one.")
     quick: bool = option(False, "Small sizes and one seed: a minute or two; other options still count.", "--quick")
@@ -69,12 +76,13 @@ class TasksArguments:
     overwrite: bool = option(False, "Replace the task's files in --out.", "--overwrite")
 
 
-SIZE_FLAGS = ("length", "pairs", "vocab", "writes", "modulus", "noise")
-MODEL_FLAGS = ("width", "layers", "heads", "conv", "beta_scale", "init")
+SIZE_FLAGS = ("length", "pairs", "vocab", "writes", "modulus", "keys", "values", "noise")
+MODEL_FLAGS = ("width", "layers", "heads", "conv", "beta_scale", "init", "decay")
 TRAIN_FLAGS = (
     "steps", "rows", "lr", "weight_decay", "curriculum", "eval_every", "test_rows", "stop_at", "minutes", "dtype",
 )  # fmt: skip
-FLAGS = (*SIZE_FLAGS, *MODEL_FLAGS, *TRAIN_FLAGS, "rules", "seeds", "test_pairs", "test_lengths", "device")
+TESTS = ("test_pairs", "test_lengths", "stop_lengths")
+FLAGS = (*SIZE_FLAGS, *MODEL_FLAGS, *TRAIN_FLAGS, *TESTS, "rules", "seeds", "device")
 """The options that define training and tests."""
 
 
@@ -152,7 +160,7 @@ def _quickened(task: str, flags: dict[str, Any], given: set[str]) -> dict[str, A
     small = {name: value for name, value in QUICK[find(task, TASKS).name].flags.items() if name not in given}
     flags = flags | small
     if "layers" in small:
-        flags["layers"] = max(small["layers"], *(len(parse_rule(rule)[0]) for rule in flags["rules"].split(",")))
+        flags["layers"] = max(small["layers"], *(len(parse_rule(rule).pattern) for rule in flags["rules"].split(",")))
     return flags
 
 
@@ -176,6 +184,7 @@ def _plan(task: str, flags: dict[str, Any], quick: bool) -> "list[Cell]":
         **{name: flags[name] for name in TRAIN_FLAGS}, device=_device(flags["device"]),
         test_pairs=_numbers("--test-pairs", flags["test_pairs"], default_pairs(chosen, sizes)),
         test_lengths=_numbers("--test-lengths", flags["test_lengths"], tuple(n * sizes.length for n in (1, 2, 4))),
+        stop_lengths=_numbers("--stop-lengths", flags["stop_lengths"], ()),
     )  # fmt: skip
     model = ModelOptions(**{name: flags[name] for name in MODEL_FLAGS})
     return plan_cells(chosen, flags["rules"].split(","), sizes, model, train, flags["seeds"], quick)

@@ -1,6 +1,8 @@
 """The small model of a rule: a HybridLM whose layers all have it, or the mixers of a pattern."""
 
+import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lineate.console.names import nearest
 from lineate.layers import MixerKind, kinds
@@ -14,10 +16,12 @@ from lineate.models import (
     MemoryConfig,
     RwkvConfig,
 )
-from lineate.rule import ONE_KEY_RULES
+from lineate.rule import RULES
 
-CORRECTING = tuple(rule.name for rule in ONE_KEY_RULES if rule.corrects)
-"""The rules that have a beta, by the names of their rows."""
+WITH_BETA = tuple(rule.name for rule in RULES if "beta" in rule.gates or "erase" in rule.gates)
+"""The rules that have a beta, by the names of their rows; that of GDN-2 is its rate of erasing."""
+SEVERAL_WRITES = tuple(rule.name for rule in RULES if rule.writes)
+"""The rules that write several times a token."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class ModelOptions:
     """beta lies in (0, beta_scale), unless the rule's name ends in -2."""
     init: float = 0.02
     """Standard deviation of the first weights."""
+    decay: bool = True
+    """Whether Gated DeltaProduct has its decay; the other rules with a decay need theirs."""
 
 
 def kinds_by_word() -> dict[str, MixerKind]:
@@ -43,29 +49,55 @@ def kinds_by_word() -> dict[str, MixerKind]:
     return {kind.word: kind for kind in sorted(kinds(), key=lambda kind: kind.learns)}
 
 
-def parse_rule(name: str, beta_scale: float = 1.0) -> tuple[str, float]:
-    """Return pattern and beta_scale of "gdn", of a pattern such as "GGGA", or of either with -2: beta in (0, 2)."""
+class ParsedRule(NamedTuple):
+    """The meaning of a rule's name on the command line."""
+
+    pattern: str
+    """Letters of mixers."""
+    beta_scale: float
+    """beta lies in (0, this)."""
+    writes: int | None = None
+    """Writes a token of Gated DeltaProduct; None: the name does not say it."""
+
+
+def parse_rule(name: str, beta_scale: float = 1.0) -> ParsedRule:
+    """Return the meaning of "gdn", of a pattern such as "GGGA", or of either with -2: beta in (0, 2).
+
+    "product3" is Gated DeltaProduct with three writes a token.
+    """
     known = kinds_by_word()
     letters = [kind.letter for kind in kinds()]
     word, dash, _ = name.partition("-2")
+    word, writes = _without_writes(word)
     pattern = known[word].letter if word in known else word if not set(word) - set(letters) else ""
-    if not pattern or name not in (word, f"{word}-2"):
+    if not pattern or name not in (given := f"{word}{writes or ''}", f"{given}-2"):
         raise ValueError(
             f"rules must be of {', '.join(known)}, or patterns of the letters {', '.join(letters)}, got {name!r}"
             f"{nearest(name, known)}"
         )
-    with_beta = {word: kind.letter for word, kind in known.items() if (kind.rule or kind.name) in CORRECTING}
+    with_beta = {word: kind.letter for word, kind in known.items() if (kind.rule or kind.name) in WITH_BETA}
     if dash and not set(pattern) & set(with_beta.values()):
         *most, last = with_beta
         raise ValueError(f"rules: {name!r} has no beta, only {', '.join(most)} and {last} have one; leave -2 out")
-    return pattern, 2.0 if dash else beta_scale
+    return ParsedRule(pattern, 2.0 if dash else beta_scale, writes)
+
+
+def _without_writes(word: str) -> tuple[str, int | None]:
+    """Return "product" and 3 of "product3"; any other word unchanged, and None."""
+    for known, kind in kinds_by_word().items():
+        if (kind.rule or kind.name) in SEVERAL_WRITES and re.fullmatch(f"{known}[1-9][0-9]*", word):
+            return known, int(word.removeprefix(known))
+    return word, None
 
 
 def label(name: str) -> str:
     """Return a rule's display name."""
     word, dash, _ = name.partition("-2")
+    word, writes = _without_writes(word)
     kind = kinds_by_word().get(word)
     shown = word if kind is None else kind.short_label or kind.label
+    if writes:
+        shown += f", n = {writes}"
     return shown + (", beta in (0, 2)" if dash else "")
 
 
@@ -77,11 +109,11 @@ def make_config(rule: str, tokens: int, options: ModelOptions) -> HybridConfig:
 
     Args:
         rule: A mixer's name on the command line such as "gdn", or a pattern such as "GGGA"; with "-2" at its end, beta
-            lies in (0, 2).
+            lies in (0, 2). "product3" writes three times a token.
         tokens: How many different tokens there are.
         options: The sizes that all rules share.
     """
-    pattern, beta_scale = parse_rule(rule, options.beta_scale)
+    pattern, beta_scale, writes = parse_rule(rule, options.beta_scale)
     if options.width < 1 or options.heads < 1 or options.layers < 1:
         raise ValueError(f"width, heads and layers must be at least 1, got {options}")
     if options.width % (4 * options.heads):
@@ -96,7 +128,8 @@ def make_config(rule: str, tokens: int, options: ModelOptions) -> HybridConfig:
         vocab_size=tokens, hidden_size=options.width, n_layers=options.layers, pattern=pattern, tie_embeddings=True,
         initializer_range=options.init,
         linear=LinearConfig(
-            options.heads, options.heads, dim, dim, conv_size=options.conv, beta_scale=beta_scale
+            options.heads, options.heads, dim, dim, conv_size=options.conv, beta_scale=beta_scale,
+            writes=writes or LinearConfig.writes, forgets=options.decay,
         ),
         mamba=MambaConfig(options.heads, dim, dim, conv_size=options.conv),
         rwkv=RwkvConfig.of_width(options.width, options.heads, dim),

@@ -9,6 +9,16 @@ SMALL_RUN: dict[str, Any] = {
 }  # fmt: skip
 """One layer, one head of 32 channels; first weights of deviation 1 / sqrt(32) learn sooner than those of 0.02."""
 
+WORDS = SMALL_RUN | {
+    "width": 64, "heads": 4, "init": 0.02, "lr": 3e-3, "length": 32, "conv": 0, "decay": False, "curriculum": 1,
+    "steps": 500, "stop_at": 2.0,
+}  # fmt: skip
+"""Word problems of groups: no convolution and no decay, so that a token is n writes and nothing else."""
+STREAM = SMALL_RUN | {
+    "rules": "linear,deltanet,gdn2", "length": 32, "conv": 0, "curriculum": 1, "stop_at": 2.0,
+}  # fmt: skip
+"""Streams of changes and questions."""
+
 
 @dataclass(frozen=True)
 class Quick:
@@ -46,6 +56,14 @@ QUICK = {
         "look for: the short convolution sees what followed the mark; softmax attention has none, and one layer of it "
         "guesses",
     ),
+    "erasing": Quick(
+        STREAM,
+        "look for: rules that correct are ahead, because they set a key anew; erasing alone is writing zero",
+    ),
+    "adding": Quick(
+        STREAM | {"length": 64, "keys": 2},
+        "look for: separate rates of erasing and writing (gdn2) are ahead of one beta, which erases what it adds to",
+    ),
     "parity": Quick(
         SMALL_RUN | {"rules": "deltanet,deltanet-2", "length": 20, "conv": 0, "curriculum": 1, "stop_at": 2.0},
         "look for: with beta in (0, 2) parity holds at four times the length; with beta in (0, 1) it is guessed",
@@ -53,6 +71,22 @@ QUICK = {
     "counting": Quick(
         SMALL_RUN | {"rules": "deltanet,deltanet-2", "length": 20, "modulus": 3, "stop_at": 2.0},
         "look for: nothing better than a guess (33%): so small a model learns no count modulo 3; see parity, modulo 2",
+    ),
+    "arithmetic": Quick(
+        SMALL_RUN | {"rules": "deltanet,deltanet-2,product-2", "length": 20, "modulus": 3, "stop_at": 2.0},
+        "look for: nothing much better than a guess (33%): so small a model does not learn to calculate",
+    ),
+    "s3": Quick(
+        WORDS | {"rules": "product1-2,product2,product2-2"},
+        "look for: two writes a token with beta in (0, 2) hold the product; one write, or beta in (0, 1), does not",
+    ),
+    "s4": Quick(
+        WORDS | {"rules": "product1-2,product2-2,product3-2"},
+        "look for: nothing better than a guess (4%): so few steps do not suffice; see s3",
+    ),
+    "a5": Quick(
+        WORDS | {"rules": "product1-2,product2-2,product3-2"},
+        "look for: nothing better than a guess (2%): so few steps do not suffice; see s3",
     ),
     "s5": Quick(
         SMALL_RUN | {"rules": "deltanet,deltanet-2", "length": 12, "stop_at": 2.0},

@@ -48,7 +48,7 @@ class TrainOptions:
     test_rows: int = 512
     """Rows of a test."""
     stop_at: float = 0.995
-    """Stop when two tests in a row reach this accuracy."""
+    """Stop when two tests in a row reach this accuracy, also at the stop_lengths."""
     minutes: float = math.inf
     """Stop after this many minutes."""
     dtype: str = "float32"
@@ -59,6 +59,8 @@ class TrainOptions:
     """Other numbers of pairs that the trained model is tested with."""
     test_lengths: tuple[int, ...] = ()
     """Other lengths of a row that the trained model is tested with."""
+    stop_lengths: tuple[int, ...] = ()
+    """Other lengths of a row at which a run must be as accurate before it stops."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", full_name(self.dtype))
@@ -141,7 +143,7 @@ def plan_cells(
         raise ValueError(f"test_pairs has no meaning for {task.name}; leave it out")
     for n in train.test_pairs:
         task.check(replace(sizes, pairs=n))
-    for n in train.test_lengths:
+    for n in (*train.test_lengths, *train.stop_lengths):
         task.check(replace(sizes, length=n))
     for name, low, high in (("lr", 0.0, 1.0), ("minutes", 0.0, math.inf), ("stop_at", 0.0, math.inf)):
         if not low < getattr(train, name) <= high:
@@ -284,7 +286,7 @@ def _train_cell(cell: Cell, report: Say, tick: Callable[[int], None]) -> CellRes
         loss_now = float(loss)
         result.history.append((result.steps, loss_now, result.accuracy))
         report(f"[{cell}] step {result.steps}: loss {loss_now:.4f}, accuracy {result.accuracy:.2%}")
-        learnt = learnt + 1 if result.accuracy >= train.stop_at else 0
+        learnt = learnt + 1 if _is_learnt(cell, model, result.accuracy) else 0
         if not math.isfinite(loss_now):
             result.stopped = "not finite"
         elif learnt == 2:
@@ -300,6 +302,13 @@ def _train_cell(cell: Cell, report: Say, tick: Callable[[int], None]) -> CellRes
         result.by_length[n] = measure(model, task, replace(sizes, length=n), cell.seed, train)
     result.seconds = time.monotonic() - began
     return result
+
+
+def _is_learnt(cell: Cell, model: HybridLM, accuracy: float) -> bool:
+    """Whether the accuracy at the length of training, and that at the stop_lengths, is enough to stop."""
+    task, sizes, train = TASKS[cell.task], cell.sizes, cell.train
+    longer = (measure(model, task, replace(sizes, length=n), cell.seed, train) for n in train.stop_lengths)
+    return accuracy >= train.stop_at and all(x >= train.stop_at for x in longer)
 
 
 class Watcher(Protocol):

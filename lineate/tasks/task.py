@@ -26,7 +26,11 @@ class TaskSizes:
     writes: int = 4
     """Overwriting: how often each key is written."""
     modulus: int = 5
-    """Counting: the number that sums are taken modulo."""
+    """Counting and arithmetic: the number that results are taken modulo."""
+    keys: int = 8
+    """Erasing and adding: how many keys there are."""
+    values: int = 4
+    """Erasing and adding: how many values there are."""
     noise: bool = False
     """Recall: whether random tokens, not zeros, stand between the queries."""
 
@@ -53,13 +57,13 @@ class Task:
     uses: tuple[str, ...]
     """The sizes that it reads besides length."""
     dense: bool = False
-    """Whether every token is queried; accuracy is then that of the second half of a row."""
+    """Whether tokens are queried from the start of a row on; accuracy is then that of the second half of a row."""
     tokens: Callable[[TaskSizes], int] = lambda sizes: sizes.vocab
     """Returns how many different tokens there are."""
 
     def check(self, sizes: TaskSizes) -> None:
         """Refuse sizes that cannot be made."""
-        for name in ("length", "pairs", "vocab", "writes", "modulus"):
+        for name in ("length", "pairs", "vocab", "writes", "modulus", "keys", "values"):
             if getattr(sizes, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(sizes, name)}")
         if wrong := self.obstacle(sizes):

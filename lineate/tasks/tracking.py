@@ -1,15 +1,16 @@
-"""Tasks of keeping track: parity, counting modulo m, composing permutations. A row begins with a start token.
+"""Tasks of keeping track: sums modulo m, expressions modulo m, products in a group. A row begins with a start token.
 
-The label at every token is the state after it.
+The label at a token is the state after it.
 """
 
-from functools import cache
-from itertools import permutations
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import combinations, permutations
 
 import torch
 from torch import Tensor
 
-from lineate.tasks.task import NOTHING, Task, TaskSizes, uniform
+from lineate.tasks.task import Task, TaskSizes, blank, uniform
 
 
 def make_parity(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -24,49 +25,109 @@ def make_counting(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tu
 
 def _running_sum(rows: int, length: int, modulus: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     digits = uniform(0, modulus, (rows, length - 1), generator)
-    return _started(digits, digits.cumsum(1) % modulus, modulus)
+    return _started(digits, digits.cumsum(1) % modulus, modulus, generator)
 
 
-def _started(tokens: Tensor, states: Tensor, start: int) -> tuple[Tensor, Tensor]:
+def _started(tokens: Tensor, states: Tensor, start: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Prepend a start token, which has no target."""
-    front = tokens.new_full((len(tokens), 1), start)
-    return torch.cat((front, tokens), 1), torch.cat((torch.full_like(front, NOTHING), states), 1)
+    ids, targets = blank(len(tokens), tokens.shape[1] + 1, generator)
+    ids[:, 0], ids[:, 1:], targets[:, 1:] = start, tokens, states
+    return ids, targets
 
 
-PERMUTATIONS = tuple(permutations(range(5)))
-"""The 120 elements of S5; token i is PERMUTATIONS[i]."""
+PLUS, MINUS, TIMES = range(3)
+"""Operators of an expression; the token of one is modulus + this."""
+
+
+def make_arithmetic(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Make digit, operator, digit, .. without brackets (start is modulus + 3); times is done before plus and minus.
+
+    The label at a digit is the value of the expression so far, modulo modulus.
+    """
+    m = sizes.modulus
+    ids, targets = blank(rows, sizes.length, generator)
+    ids[:, 0] = m + 3
+    digits = uniform(0, m, (rows, sizes.length // 2), generator)
+    operators = uniform(PLUS, TIMES + 1, (rows, (sizes.length - 1) // 2), generator)
+    ids[:, 1::2], ids[:, 2::2] = digits, m + operators
+    starts, terms = torch.ones_like(digits, dtype=torch.bool), digits.clone()  # terms: signed factors, then products
+    before = operators[:, : digits.shape[1] - 1]  # the operator before each digit but the first
+    starts[:, 1:] = before != TIMES
+    terms[:, 1:] = torch.where(before == MINUS, -digits[:, 1:], digits[:, 1:]) % m
+    begun, step = starts.clone(), 1
+    while step < terms.shape[1]:  # a scan by doubling: products within terms
+        product = terms[:, step:] * terms[:, :-step] % m
+        terms = torch.cat((terms[:, :step], torch.where(begun[:, step:], terms[:, step:], product)), 1)
+        begun = torch.cat((begun[:, :step], begun[:, step:] | begun[:, :-step]), 1)
+        step *= 2
+    finished = torch.zeros_like(terms)
+    finished[:, 1:] = torch.where(starts[:, 1:], terms[:, :-1], 0)
+    targets[:, 1::2] = (finished.cumsum(1) + terms) % m
+    return ids, targets
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of permutations; token i is the i-th of its elements."""
+
+    items: int
+    """How many things are permuted."""
+    even: bool = False
+    """Whether it has the even permutations alone, those that an even number of exchanges makes."""
+
+    @property
+    def elements(self) -> tuple[tuple[int, ...], ...]:
+        """Its permutations, in the order in which itertools lists them."""
+        listed = permutations(range(self.items))
+        return tuple(p for p in listed if not self.even or sum(a > b for a, b in combinations(p, 2)) % 2 == 0)
+
+
+GROUPS = {"s3": Group(3), "s4": Group(4), "a5": Group(5, even=True), "s5": Group(5)}
+"""The groups of the word problems, by the names of their tasks."""
 
 
 @cache
-def products(device: torch.device) -> Tensor:
-    """Return `120 120`: [i, j] is the element that does j first, then i: x -> i(j(x))."""
-    elements = torch.tensor(PERMUTATIONS, device=device)
-    both = elements[:, None, :].expand(120, 120, 5).gather(2, elements[None].expand(120, 120, 5))  # i(j(x))
-    digits = 5 ** torch.arange(5, device=device)
-    code = torch.empty(5**5, dtype=torch.int64, device=device)
-    code[(elements * digits).sum(1)] = torch.arange(120, device=device)
+def products(group: Group, device: torch.device) -> Tensor:
+    """Return `size size`: [i, j] is the element that does j first, then i: x -> i(j(x))."""
+    elements = torch.tensor(group.elements, device=device)
+    size, items = elements.shape
+    shape = (size, size, items)
+    both = elements[:, None, :].expand(shape).gather(2, elements[None].expand(shape))  # i(j(x))
+    digits = items ** torch.arange(items, device=device)
+    code = torch.empty(items**items, dtype=torch.int64, device=device)
+    code[(elements * digits).sum(1)] = torch.arange(size, device=device)
     return code[(both * digits).sum(2)]
 
 
-def make_s5(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Make permutations of five things (start is 120); the label is their product so far, the newest applied last.
+def make_word(group: Group, rows: int, sizes: TaskSizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Make elements of a group (start is its size); the label is their product so far, the newest applied last.
 
     The running product is a scan by doubling, of log2(length) lookups.
     """
-    tokens = uniform(0, 120, (rows, sizes.length - 1), generator)
-    table, states, step = products(generator.device), tokens, 1
+    table = products(group, generator.device)
+    tokens = uniform(0, len(table), (rows, sizes.length - 1), generator)
+    states, step = tokens, 1
     while step < states.shape[1]:
         states = torch.cat((states[:, :step], table[states[:, step:], states[:, :-step]]), 1)
         step *= 2
-    return _started(tokens, states, 120)
+    return _started(tokens, states, len(table), generator)
 
 
 def _obstacle(sizes: TaskSizes) -> str | None:
     return None if sizes.length > 1 else f"length must be at least 2, a start and one token, got {sizes.length}"
 
 
-def _counting_obstacle(sizes: TaskSizes) -> str | None:
+def _modulo_obstacle(sizes: TaskSizes) -> str | None:
     return _obstacle(sizes) if sizes.modulus > 1 else f"modulus must be at least 2, got {sizes.modulus}"
+
+
+def _word_task(name: str, what: str) -> Task:
+    group = GROUPS[name]
+    tokens = len(group.elements) + 1
+    return Task(
+        name, f"the product so far of {what}", partial(make_word, group), lambda s: s.length - 1, _obstacle,
+        TaskSizes(40), (), dense=True, tokens=lambda s: tokens,
+    )  # fmt: skip
 
 
 TRACKING_TASKS = (
@@ -75,11 +136,15 @@ TRACKING_TASKS = (
         TaskSizes(40), (), dense=True, tokens=lambda s: 3,
     ),
     Task(
-        "counting", "the sum so far, modulo m", make_counting, lambda s: s.length - 1, _counting_obstacle,
+        "counting", "the sum so far, modulo m", make_counting, lambda s: s.length - 1, _modulo_obstacle,
         TaskSizes(40), ("modulus",), dense=True, tokens=lambda s: s.modulus + 1,
     ),
     Task(
-        "s5", "the product so far of permutations of five things", make_s5, lambda s: s.length - 1, _obstacle,
-        TaskSizes(40), (), dense=True, tokens=lambda s: 121,
+        "arithmetic", "the value of an expression so far, modulo m", make_arithmetic, lambda s: s.length // 2,
+        _modulo_obstacle, TaskSizes(40), ("modulus",), dense=True, tokens=lambda s: s.modulus + 4,
     ),
+    _word_task("s3", "permutations of three things"),
+    _word_task("s4", "permutations of four things"),
+    _word_task("a5", "even permutations of five things"),
+    _word_task("s5", "permutations of five things"),
 )  # fmt: skip

@@ -460,7 +460,7 @@ def test_a_row_may_name_the_rule_that_it_runs(unregistered):
     with pytest.raises(ValueError, match="'twice-2' has no beta, only deltanet, gdn"):
         parse_rule("twice-2")
     register(replace(row, rule="gated_delta_rule"))
-    assert parse_rule("twice-2") == ("Y", 2.0) and parse_rule("twice") == ("Y", 1.0)
+    assert parse_rule("twice-2") == ("Y", 2.0, None) and parse_rule("twice") == ("Y", 1.0, None)
 
 
 def test_a_users_kind_may_share_a_section(unregistered):

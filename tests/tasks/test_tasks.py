@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lineate.tasks import runner
 from lineate.tasks.memory import POWER
-from lineate.tasks.model import ModelOptions, make_config, parse_rule
+from lineate.tasks.model import ModelOptions, label, make_config, parse_rule
 from lineate.tasks.registry import TASKS
 from lineate.tasks.report import percent
 from lineate.tasks.runner import Cell, TrainOptions, learning_rate, logits_asked, plan_cells, sizes_at, train_cell
 from lineate.tasks.task import NOTHING, TaskSizes
-from lineate.tasks.tracking import PERMUTATIONS
+from lineate.tasks.tracking import GROUPS
 
 SIZES = {
     "recall": TaskSizes(64, 8, 64),
@@ -21,8 +22,14 @@ SIZES = {
     "copying": TaskSizes(20, vocab=9),
     "selective-copying": TaskSizes(33, 7, 12),
     "induction": TaskSizes(17, vocab=8),
+    "erasing": TaskSizes(60, keys=4, values=3),
+    "adding": TaskSizes(60, keys=3, values=4),
     "parity": TaskSizes(23),
     "counting": TaskSizes(23, modulus=5),
+    "arithmetic": TaskSizes(23, modulus=5),
+    "s3": TaskSizes(21),
+    "s4": TaskSizes(21),
+    "a5": TaskSizes(21),
     "s5": TaskSizes(21),
 }
 
@@ -125,13 +132,63 @@ def test_sums_so_far(name, modulus):
         assert targets[1:] == [sum(row[1 : n + 1]) % modulus for n in range(1, 23)]
 
 
-def test_permutations_so_far():
-    for row, targets in rows_of("s5"):
-        assert row[0] == 120 and targets[0] == NOTHING
-        now = (0, 1, 2, 3, 4)
+@pytest.mark.parametrize("length", [23, 22, 2])
+def test_expressions_so_far(length):
+    for row, targets in rows_of("arithmetic", TaskSizes(length, modulus=5)):
+        assert row[0] == 8 and all(token < 5 for token in row[1::2]) and all(5 <= token < 8 for token in row[2::2])
+        written = "".join("+-*"[token - 5] if token >= 5 else str(token) for token in row[1:])
+        assert targets[0::2] == [NOTHING] * len(row[0::2])
+        assert targets[1::2] == [eval(written[: 2 * n + 1]) % 5 for n in range(length // 2)]
+
+
+@pytest.mark.parametrize(("name", "size"), [("s3", 6), ("s4", 24), ("a5", 60), ("s5", 120)])
+def test_permutations_so_far(name, size):
+    elements = GROUPS[name].elements
+    assert len(set(elements)) == size
+    for row, targets in rows_of(name):
+        assert row[0] == size and targets[0] == NOTHING
+        now = tuple(range(GROUPS[name].items))
         for token, target in zip(row[1:], targets[1:], strict=True):
-            now = tuple(PERMUTATIONS[token][x] for x in now)
-            assert PERMUTATIONS[target] == now
+            now = tuple(elements[token][x] for x in now)
+            assert elements[target] == now
+
+
+def test_erasing_asks_what_is_left():
+    """4 keys, 3 values: 0 .. 11 set, 12 .. 15 clear, 16 .. 19 ask."""
+    cleared = missing = 0
+    for row, targets in rows_of("erasing"):
+        held = {}
+        for change, question, target in zip(row[0::2], row[1::2], targets[1::2], strict=True):
+            if change < 12:
+                held[change // 3] = change % 3 + 1
+            else:
+                assert change < 16
+                held.pop(change - 12, None)
+            cleared += change >= 12
+            assert question >= 16 and target == held.get(question - 16, 0)
+            missing += target == 0
+        assert targets[0::2] == [NOTHING] * 30
+    assert 0.28 < cleared / 1200 < 0.38 and missing / 1200 > 0.3
+
+
+def test_adding_asks_for_every_value_since_the_key_was_cleared():
+    """3 keys, 4 values: 0 .. 11 add, 12 .. 14 clear, 15 .. 26 ask."""
+    yes = several = 0
+    for row, targets in rows_of("adding"):
+        held = {key: set() for key in range(3)}
+        for change, question, target in zip(row[0::2], row[1::2], targets[1::2], strict=True):
+            if change < 12:
+                held[change // 4].add(change % 4)
+            else:
+                assert change < 15
+                held[change - 12].clear()
+            key, value = divmod(question - 15, 4)
+            assert target == (value in held[key])
+            yes += target
+            several += len(held[key]) > 1
+        assert targets[0::2] == [NOTHING] * 30
+    assert 0.3 < yes / 1200 < 0.5  # rows begin with empty keys
+    assert several > 400
 
 
 def test_logits_are_those_of_the_places_asked():
@@ -147,11 +204,16 @@ def test_logits_are_those_of_the_places_asked():
 
 
 def test_rules_and_patterns():
-    assert parse_rule("gdn") == ("G", 1.0)
-    assert parse_rule("deltanet-2") == ("D", 2.0)
-    assert parse_rule("deltanet", 2.0) == ("D", 2.0)
-    assert parse_rule("GGGA-2") == ("GGGA", 2.0)
-    assert parse_rule("least-squares") == ("E", 1.0) and parse_rule("ttt-mlp") == ("P", 1.0)
+    assert parse_rule("gdn") == ("G", 1.0, None)
+    assert parse_rule("deltanet-2") == ("D", 2.0, None)
+    assert parse_rule("deltanet", 2.0) == ("D", 2.0, None)
+    assert parse_rule("GGGA-2") == ("GGGA", 2.0, None)
+    assert parse_rule("least-squares") == ("E", 1.0, None) and parse_rule("ttt-mlp") == ("P", 1.0, None)
+    assert parse_rule("gdn2") == ("J", 1.0, None) and parse_rule("gdn2-2") == ("J", 2.0, None)
+    assert parse_rule("product") == ("U", 1.0, None) and parse_rule("product-2") == ("U", 2.0, None)
+    assert parse_rule("product3") == ("U", 1.0, 3) and parse_rule("product12-2") == ("U", 2.0, 12)
+    assert label("product3-2") == "DeltaProduct, n = 3, beta in (0, 2)"
+    assert label("product1") == "DeltaProduct, n = 1"
     assert make_config("titans", 50, ModelOptions(64, 2, 2)).memory.head_dim == 32
     config = make_config("kda-2", 50, ModelOptions(64, 3, 2, conv=0))
     assert (config.letters, config.linear.beta_scale, config.linear.key_dim, config.linear.conv_size) == (
@@ -160,6 +222,10 @@ def test_rules_and_patterns():
         32,
         0,
     )
+    linear = make_config("product3-2", 50, ModelOptions(64, 2, 2, decay=False)).linear
+    assert (linear.writes, linear.forgets, linear.beta_scale) == (3, False, 2)
+    linear = make_config("product", 50, ModelOptions(64, 2, 2)).linear
+    assert (linear.writes, linear.forgets, linear.beta_scale) == (2, True, 1)
 
 
 def test_schedule_and_curriculum():
@@ -173,7 +239,7 @@ def test_schedule_and_curriculum():
 
 
 @pytest.mark.cover
-def test_the_same_seed_gives_the_same_run_and_time_ends_it():
+def test_the_same_seed_gives_the_same_run_and_time_ends_it(monkeypatch):
     train = TrainOptions(steps=6, rows=4, eval_every=3, test_rows=8, test_lengths=(64, 128))
     cell = Cell("recall", "deltanet", 1, SIZES["recall"], ModelOptions(32), train)
     first, again = (train_cell(cell, lambda line: None) for _ in range(2))
@@ -185,6 +251,13 @@ def test_the_same_seed_gives_the_same_run_and_time_ends_it():
     assert (late.steps, late.stopped) == (3, "minutes")
     good = train_cell(replace(cell, train=replace(train, stop_at=-1, eval_every=1)), lambda line: None)
     assert (good.steps, good.stopped) == (2, "accuracy")
+    accurate = {64: 0.9, 256: 0.4}
+    monkeypatch.setattr(runner, "measure", lambda model, task, sizes, seed, train: accurate[sizes.length])
+    short = replace(train, stop_at=0.5, stop_lengths=(256,), eval_every=1, test_lengths=())
+    assert train_cell(replace(cell, train=short), lambda line: None).stopped == "steps"
+    accurate[256] = 0.5
+    long = train_cell(replace(cell, train=short), lambda line: None)
+    assert (long.steps, long.stopped, long.accuracy) == (2, "accuracy", 0.9)
 
 
 def run(*arguments):
@@ -237,6 +310,12 @@ def test_results_are_replaced_only_when_asked(tmp_path):
         (["recal"], "did you mean 'recall'?"),
         (["recall", "--rules", "deltanett"], "did you mean 'deltanet'?"),
         (["recall", "--rules", "linear-2"], "has no beta"),
+        (["recall", "--rules", "rwkv7-2"], "has no beta"),
+        (["recall", "--rules", "product0"], "rules must be of"),
+        (["recall", "--rules", "gdn3"], "rules must be of"),
+        (["s3", "--keys", 3], "--keys has no meaning for s3"),
+        (["erasing", "--length", 31], "length must be even"),
+        (["arithmetic", "--modulus", 1], "modulus must be at least 2"),
         (["recall", "--rules", "gdn,gdn"], "rules must differ"),
         (["recall", "--rules", "GGGA"], "layers must be at least 4"),
         (["recall", "--pairs", 200], "200 pairs need a length of at least 800, got 512"),
@@ -328,3 +407,27 @@ def test_parity_needs_negative_eigenvalues():
     }
     assert accuracy["deltanet-2"] > 0.95
     assert accuracy["deltanet"] < 0.6
+
+
+@pytest.mark.slow
+def test_s3_needs_two_writes_a_token():
+    """Without a convolution and a decay, a token is n generalised reflections of the memory."""
+    train = TrainOptions(steps=500, rows=32, lr=3e-3, test_rows=128, test_lengths=(64,))
+    model = ModelOptions(64, 1, 4, conv=0, decay=False)
+    accuracy = {
+        rule: train_cell(Cell("s3", rule, 0, TaskSizes(32), model, train), lambda line: None).by_length[64]
+        for rule in ("product2-2", "product1-2")
+    }
+    assert accuracy["product2-2"] > 0.95
+    assert accuracy["product1-2"] < 0.6
+
+
+@pytest.mark.slow
+def test_adding_favours_separate_rates():
+    train = TrainOptions(steps=400, rows=32, lr=1e-2, eval_every=400, test_rows=128)
+    model = ModelOptions(32, 1, 1, conv=0, init=0.18)
+    wrong = {
+        rule: 1 - train_cell(Cell("adding", rule, 0, TASKS["adding"].default, model, train), lambda line: None).accuracy
+        for rule in ("deltanet", "gdn2")
+    }
+    assert wrong["gdn2"] < 0.01 < 0.02 < wrong["deltanet"]

@@ -166,6 +166,7 @@ DELTA_PRODUCT_KIND = register(
         name="gated_delta_product",
         label="Gated DeltaProduct",
         short="product",
+        short_label="DeltaProduct",
         config=LinearConfig,
         section="linear",
         make=GatedDeltaProduct.from_config,

@@ -24,6 +24,9 @@ what is forgotten, and how many tokens share the weights at which the gradient i
 | linear attention | S^T x | -(S^T k) . v | SGD, rate 1 |
 | DeltaNet | S^T x | 1/2 squared error | SGD, rate beta |
 | Gated DeltaNet, KDA | S^T x | the same | SGD with weight decay |
+| Gated DeltaProduct [Siems2025] | S^T x | the same, of n pairs a token | n steps of SGD, decay before the first |
+| GDN-2 [Hatamizadeh2026] | S^T x | the same, at the probe erase * k | a step along k, not along the probe |
+| RWKV-7 [Peng2025] | S^T x | (S^T kk) . (S^T kk) / 2, then -(S^T k) . v | SGD, a rate and a decay a channel |
 | least squares (Mesa) [Oswald2023] | S^T x | the same, of all pairs so far | the exact minimum |
 | TTT [Sun2024] | x + LN(W x + b), or an MLP | squared error of LN | SGD, 16 tokens a step |
 | Titans [Behrouz2025] | matrix or MLP | squared error | SGD with momentum and weight decay |
@@ -61,6 +64,12 @@ still, moving = (learn(titans, rate=rate, momentum=m + 0 * rate) for m in (0.0, 
 gradient = torch.randn(d, 2 * d, dtype=torch.float64)
 muon = torch.linalg.svdvals(orthogonalise(gradient))
 print(f"singular values of a gradient after Muon: {muon.min():.2f} to {muon.max():.2f}")
+
+keys, values = torch.randn(2, 1, t, 2, 1, d, dtype=torch.float64)  # two pairs a token
+keys, rates = torch.nn.functional.normalize(keys, dim=-1), torch.rand(1, t, 2, 1, dtype=torch.float64)
+flat = lambda x: x.flatten(1, 2)
+two_steps = run_reference(MEMORY_RULES["DeltaNet"], q.repeat_interleave(2, 1), flat(keys), flat(values),
+                          {"rate": flat(rates)}, empty)[0][:, 1::2]
 """
 
 
@@ -118,6 +127,11 @@ LESSON = Lesson(
             "with a weight decay a channel it is KDA",
             "lineate.kimi_delta_attention(q, k, v, log_decay, rate, scale=1.0).output",
             "decayed",
+        ),
+        Equality(
+            "two steps a token, read after the second, are DeltaProduct",
+            "lineate.gated_delta_product(q, keys, values, None, rates, scale=1.0).output",
+            "two_steps",
         ),
         Equality("Titans without momentum and decay, a token a step, is DeltaNet", "still", "squared"),
         Measure("relative change by a momentum of 0.5", "(moving - still).norm() / still.norm()", 0.1, 3),
