@@ -16,6 +16,7 @@ from tests.support.general_cases import CASES as ALL_CASES
 from tests.support.general_cases import assert_in_budget, call, drawn, narrow, row
 from tests.support.paths import BF16, GPU, GPU_ONLY, INTERPRETER, ONE_EACH, PATHS, Path, param
 from tests.support.rule_kernels import CHUNK, assert_like_the_inputs, differentiate, loss_of, native_term, row_results
+from tests.support.torch_calls import CapturedOps, check_ops
 
 CASES = [case for case in ALL_CASES if case[0] in GENERAL_RULES and case[2] < 3]
 IDS = [f"{rule.name}-{decay}-{n}" for rule, decay, n in CASES]
@@ -237,10 +238,29 @@ def test_repeated_calls_are_replayed(rule, decay, n, path):
     """The third call repeats recorded launches with other addresses, and has the bits of the first."""
     tape = importlib.import_module("lineate.kernels.tape")
     inputs = given(rule, decay, n, path, MODEL)
+    tape.forget_tapes()
     first = run(rule, decay, inputs, path)
     for _ in range(3):
         assert_same_bits(run(rule, decay, inputs, path), first)
     assert all(x is not None for x in tape.tapes().values())
+
+
+@pytest.mark.slow(but="values")
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@all_cases
+def test_ops_of_torch(rule, decay, n, packed, path):
+    """Schemas, fake tensors and autograd of both ops agree with what runs."""
+    inputs = given(rule, decay, n, path, sized(path, n, Shape(1, 6, 1, 2, 5, 9)))
+    leaves = {name: x.to(path.device).requires_grad_() for name, x in inputs.items()}
+    ends = bounds((inputs["q"].shape[1],)).to(path.device) if packed else None
+    with CapturedOps() as captured:
+        output, state = call(rule, leaves | {"cu_seqlens": ends}, "chunkwise", backend="triton")
+        torch.autograd.grad(output.square().sum() + state.square().sum(), list(leaves.values()))
+    assert [op._opname for op, *_ in captured.calls] == [
+        "chunkwise_general_triton", "chunkwise_general_triton_backward"
+    ]  # fmt: skip
+    check_ops(captured.calls)
 
 
 @pytest.mark.parametrize("path", ONE_EACH)

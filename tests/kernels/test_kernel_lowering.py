@@ -199,6 +199,16 @@ def test_what_is_compiled_ahead_is_what_is_launched(row, size, process):
 
 
 @pytest.mark.cover
+@pytest.mark.parametrize("size", ["grouped", "cut", "many heads"])
+@pytest.mark.parametrize("rule", GENERAL_RULES, ids=lambda rule: rule.name)
+def test_what_is_compiled_ahead_of_the_general_row(rule, size, process):
+    for (capability, packed, backward), decay in product(((90, True, True), (80, False, True)), rule.decays):
+        options = dict(row=rule.name, dtype="bfloat16", decay=decay, size=size, packed=packed, backward=backward)
+        found = process.run(capability, "ahead", options, lowers=False)
+        assert not found.failures, (capability, decay, "\n".join(found.failures))
+
+
+@pytest.mark.cover
 def test_no_kernel_is_left_out(process):
     """Each kernel that lineate launches is launched, so lowered, by one of the fast cases of test_a_call_is_lowered."""
     launched = set()

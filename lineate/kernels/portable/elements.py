@@ -11,10 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def _places(count, H: tl.constexpr, D: tl.constexpr, stride, head_stride, BLOCK: tl.constexpr):
-    """Return this program's numbers of a dense tensor `token H D`, which are there, and where a strided one has them.
-
-    The strided tensor has tokens `stride` apart, and heads `head_stride` apart.
-    """
+    """Return this program's indices in a dense tensor `token H D`, which exist, and those in a strided one."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return i, i < count, i // (H * D) * stride + i // D % H * head_stride + i % D
 
