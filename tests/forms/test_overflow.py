@@ -168,7 +168,7 @@ def test_once_a_process(before: str, said: int) -> None:
 @pytest.mark.parametrize("form", ["recurrent", "chunkwise"])
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_a_decay_per_head_stabilises_larger_erases(form, backend):
-    """What is read along the key is multiplied by decay (1 - erase), here by -1.81, and by -0.67."""
+    """A step multiplies the memory along the key by decay (1 - erase), here by -1.81, and by -0.67."""
     if backend == "native" and not available("general"):
         pytest.skip("no C compiler")
     generator = torch.Generator().manual_seed(0)

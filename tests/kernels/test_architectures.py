@@ -189,7 +189,7 @@ def test_hopper_launches_its_own_kernels(row, launches):
 
 
 GENERAL = {
-    GATED_DELTA_2: [["forward_state"], ["backward_state"]],
+    GATED_DELTA_2: [["channel_scores", "forward_state"], ["channel_scores", "backward_state", "channel_gradients"]],
     DIAGONAL_PLUS_LOW_RANK: [[], ["backward_state"]],
     GATED_DELTA_PRODUCT: [["head_scores", "forward_state"], ["head_scores", "backward_state", "head_gradients"]],
 }
@@ -197,7 +197,7 @@ GENERAL = {
 
 @pytest.mark.parametrize("rule", GENERAL, ids=lambda rule: rule.name)
 def test_hopper_runs_the_general_row_in_the_walks_that_are_the_same(rule, launches, monkeypatch):
-    """With a probe, scores and gradients are portable, and so is the forward walk with a second writer."""
+    """With a probe of its own, scores and gradients are portable, and so is the forward walk with a second writer."""
     calls, general = importlib.import_module("lineate.call"), importlib.import_module("lineate.kernels.general")
     monkeypatch.setattr(general, "start", launches.start)
     options = calls.Options(rule, 1.0)
