@@ -156,6 +156,7 @@ def test_a_call_is_lowered(case, process):
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("size", ["cut", "many heads", "grouped"])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("row", GATES)
@@ -188,6 +189,7 @@ def test_where_scores_are_made_beside_a_walk(size, process):
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("size", ["grouped", "32 heads", "two rows", "cut", "many heads", "128"])
 @pytest.mark.parametrize("row", GATES)
 def test_what_is_compiled_ahead_is_what_is_launched(row, size, process):

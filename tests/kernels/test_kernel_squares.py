@@ -73,6 +73,7 @@ def test_sums_far_apart(path, far):
     assert torch.equal(output, torch.full_like(output, 3.0 if far > 0 else 1.0))
 
 
+@pytest.mark.slow
 def test_layers_read_long_pieces_in_blocks(small, monkeypatch):
     """Both layers give their keys to long_attention as it expects them, at once and in pieces."""
     for module in (softmax, latent):

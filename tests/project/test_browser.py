@@ -146,7 +146,7 @@ own.wait()
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the child holds it
 
 
-@pytest.mark.cover
+@pytest.mark.slow
 def test_a_skip_is_loud(machine, tmp_path):
     file = machine("test_pages.py", TEST)
     options = ["-q", "-p", "no:cacheprovider", "--confcutdir", ROOT, "-c", ROOT / "pyproject.toml", "-n1"]

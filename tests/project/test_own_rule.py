@@ -376,7 +376,7 @@ def test_a_forward_that_returns_a_pair_passes(kind, answer):
     assert model(ids, state=state).state.layers[1]["memory"].shape == (2, 3, 2)
 
 
-@pytest.mark.cover
+@pytest.mark.slow
 def test_the_results_of_a_forward_are_checked_in_compiled_models(kind):
     model, ids = make_answering(kind, "right"), torch.zeros(1, 3, dtype=torch.long)
     torch._dynamo.reset()

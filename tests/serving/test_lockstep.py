@@ -51,7 +51,7 @@ def run(names: list[str], *more: str) -> int:
     return passed
 
 
-@pytest.mark.cover
+@pytest.mark.slow
 def test_speculation_cache_fork_and_cancellation_on_two_ranks():
     names = [name for own in SCENARIOS.values() for name in own]
     assert run(names) == len(names)

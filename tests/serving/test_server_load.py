@@ -36,7 +36,7 @@ def test_nothing_is_left_of_any_client(draft, capsys):
     assert sum(kind["answered"] for kind in report["kinds"].values()) > 0
 
 
-@pytest.mark.cover
+@pytest.mark.slow
 def test_what_is_left_is_found():
     app = SimpleNamespace(state=SimpleNamespace(traffic=SimpleNamespace(active=2)))
     model = HybridLM(preset("tiny", vocab_size=257)).eval()

@@ -79,7 +79,7 @@ def start_slow(folder: Path, config: TrainConfig, where: str) -> Started:
 # two processes
 
 
-@pytest.mark.cover
+@pytest.mark.slow
 def test_a_run_that_prepares_slowly_has_the_folder_already(tmp_path: Path) -> None:
     slow = start_slow(tmp_path, make_config(tmp_path, steps=2, warmup=0, model="tiny", pattern="G"), "preparing")
     before = contents(tmp_path / "run")
