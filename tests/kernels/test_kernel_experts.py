@@ -156,6 +156,7 @@ def test_what_routing_supports():
 # ---- products
 
 
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", ["swiglu", "relu2"])
 @pytest.mark.parametrize("rows", [1, 5, 70])
@@ -300,6 +301,7 @@ def test_no_row_changes_the_bits_of_another(path):
         assert_near(mixture.mix(x[row, None], router, made), found[row, None], path.dtype)
 
 
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", ["swiglu", "relu2"])
 @pytest.mark.parametrize(("hidden", "size"), [(72, 20), (600, 24), (64, 70)])

@@ -382,6 +382,7 @@ def logits(folder: Path) -> Tensor:
         return model(torch.arange(3, 83).view(2, 40)).logits
 
 
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("key", ENCODINGS)
 @pytest.mark.parametrize("family", SIZES)
 def test_logits_are_those_of_the_decoded_weights(folder_of, tmp_path, family, key):

@@ -64,6 +64,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "kimi_linear"])
 @pytest.mark.parametrize("kinds", ["F32", "F16", "Q8_0", "Q4_0", "several"])
 def test_planned_bytes_are_those_of_the_loaded_model(name, kinds, folders, tmp_path):
