@@ -5,6 +5,7 @@ except HGRN2, which has f_proj and i_proj for k_proj and v_proj.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -95,41 +96,41 @@ def _convolution(v: Values, needed: bool) -> int:
     return int(v.number("conv_size", default=4)) if used else 0
 
 
+def _sizes(v: Values, heads: int, dim: int, expand: float, eps: float) -> LinearConfig:
+    """Return the sizes of a mixer whose keys have dim channels a head, and whose values have expand_v times as many."""
+    return LinearConfig(
+        heads=heads,
+        value_heads=v.number("num_v_heads", default=heads),
+        key_dim=dim,
+        value_dim=_whole(v, dim, "expand_v", expand),
+        conv_size=_convolution(v, True),
+        norm_eps=eps,
+    )
+
+
 def _headed(v: Values, hidden: int, eps: float) -> LinearConfig:
     """Return the sizes of gated_deltanet and kda, which name the channels of a head."""
     kda = v.family == "kda"
-    heads, dim = v.number("num_heads"), v.number("head_dim")
-    value_dim = _whole(v, dim, "expand_v", 1.0 if kda else 2.0)
+    sizes = _sizes(v, v.number("num_heads"), v.number("head_dim"), 1.0 if kda else 2.0, eps)
     bound = None
     if kda:
         bound = v.number("lower_bound", default=None, kind=float)
         if v.flag("safe_gate", default=False) != (bound is not None):
             raise v.error(f"must have a lower_bound with safe_gate alone, got lower_bound {show(bound)}")
-    return LinearConfig(
-        heads=heads,
-        value_heads=v.number("num_v_heads", default=heads),
-        key_dim=dim,
-        value_dim=value_dim,
-        conv_size=_convolution(v, True),
+    return replace(
+        sizes,
         gate_bias=kda,
         beta_scale=2.0 if v.flag("allow_neg_eigval", default=False) else 1.0,
         gate_lower_bound=bound,
-        norm_eps=eps,
         gate_activation="sigmoid" if kda else "silu" if v.flag("use_gate", default=True) else "none",
     )
 
 
 def _product(v: Values, hidden: int, eps: float) -> LinearConfig:
     """Return the sizes of gated_deltaproduct, which has several keys and values a token."""
-    heads, dim = v.number("num_heads", default=6), v.number("head_dim", default=256)
-    return LinearConfig(
-        heads=heads,
-        value_heads=v.number("num_v_heads", default=heads),
-        key_dim=dim,
-        value_dim=_whole(v, dim, "expand_v", 2.0),
-        conv_size=_convolution(v, True),
+    return replace(
+        _sizes(v, v.number("num_heads", default=6), v.number("head_dim", default=256), 2.0, eps),
         beta_scale=2.0 if v.flag("allow_neg_eigval", default=False) else 1.0,
-        norm_eps=eps,
         gate_activation="silu" if v.flag("use_output_gate", default=True) else "none",
         writes=v.number("num_householder", default=1),
         forgets=v.flag("use_forget_gate", default=False),
@@ -138,14 +139,8 @@ def _product(v: Values, hidden: int, eps: float) -> LinearConfig:
 
 def _comba(v: Values, hidden: int, eps: float) -> LinearConfig:
     """Return the sizes of comba, whose blocks always have the probe's scale and the correction of the query."""
-    heads, dim = v.number("num_heads", default=6), v.number("head_dim", default=256)
-    return LinearConfig(
-        heads=heads,
-        value_heads=v.number("num_v_heads", default=heads),
-        key_dim=dim,
-        value_dim=_whole(v, dim, "expand_v", 2.0),
-        conv_size=_convolution(v, True),
-        norm_eps=eps,
+    return replace(
+        _sizes(v, v.number("num_heads", default=6), v.number("head_dim", default=256), 2.0, eps),
         gate_activation="sigmoid" if v.flag("use_output_gate", default=True) else "none",
         probe="unit",
     )
