@@ -154,7 +154,11 @@ def has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
 
-def normalize(x: Tensor, epsilon: float = 1e-6) -> Tensor:
+EPSILON = 1e-6
+"""Is added to the square of a norm, so that a vector of zeros can be divided by it."""
+
+
+def normalize(x: Tensor, epsilon: float = EPSILON) -> Tensor:
     """Return x * rsqrt(sum x^2 + epsilon) over the last dimension: the l2-normalisation of `normalize_qk`."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + epsilon)
 

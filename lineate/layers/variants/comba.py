@@ -26,11 +26,9 @@ from lineate.layers.linear import LINEAR_SHARD, init_decay
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.registry import Look, MixerKind, register
 from lineate.parallel.tensor.shards import Cut, Part
-from lineate.rule import GATED_DELTA_2, compute_dtype, decay_of_gate, normalize
+from lineate.rule import EPSILON, GATED_DELTA_2, compute_dtype, decay_of_gate, normalize
 from lineate.torch_ops.elementwise import elementwise
 
-EPSILON = 1e-6
-"""What lineate.rule.normalize adds to the square of a norm."""
 LEAST = 0.01
 """The least decay, in units of the rounding error of S."""
 
