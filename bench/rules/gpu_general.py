@@ -13,7 +13,6 @@ unless TileLang is installed.
 import argparse
 import gc
 import json
-import math
 import multiprocessing as mp
 import os
 import statistics
@@ -172,6 +171,10 @@ def contestant(name: str, rule: str, shapes: tuple[str, ...], pipe: Any) -> None
     pipe.send(None)
 
 
+def number(x: float | None, form: str = "{:.3f}") -> str:
+    return "-" if x is None else form.format(x)
+
+
 def table(records: list[dict[str, Any]]) -> None:
     """Print the times, and how they compare with fla and with our Kimi Delta Attention or Gated DeltaNet."""
     ms = {(r["contestant"], r["rule"], r["shape"], r["what"]): r.get("ms") for r in records}
@@ -180,10 +183,6 @@ def table(records: list[dict[str, Any]]) -> None:
         own, theirs = ms["ours", rule, shape, what], ms.get(("fla", rule, shape, what))
         like = "gdn" if "product" in rule else "kda"
         base = ms.get(("ours", like, shape, what))
-
-        def number(x: float | None, form: str = "{:.3f}") -> str:
-            return "-" if x is None or math.isnan(x) else form.format(x)
-
         rows.append([
             rule, what, shape, number(own), number(theirs), number(theirs / own if theirs and own else None, "{:.2f}x"),
             number(own / base if base and own else None, "{:.2f}x " + like),
