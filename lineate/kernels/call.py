@@ -132,8 +132,10 @@ class Gates(NamedTuple):
     direction: Tensor | None = None
     """`b t hv k`, contiguous: what is erased, if it is not the key that is written."""
     compared: str = "key"
-    """What is compared: "key", or with a probe "erase" (probe * k), or with a direction "probe". With a probe, decay is
-    per channel, log_decay is no raw gate, and there is no beta: v is the value that is written."""
+    """The vector that is compared: "key", or with a probe "erase" (probe * k), or with a direction "probe".
+
+    With a probe, decay is per channel, log_decay is no raw gate, and there is no beta: v is the value that is written.
+    """
 
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:

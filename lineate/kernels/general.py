@@ -8,6 +8,9 @@ gated_delta_rule_2      compared: erase * k; decay per channel; the stages' valu
     gradients through it and through Er have a probe in place of the key (portable/channel.py,
     channel_gradients.py).
 
+diagonal_plus_low_rank  compared: the probe; the direction is the writer of the walk, and the key a second one, with the
+                        values V (portable/second_writer.py)
+
 gated_delta_product     Gated DeltaNet on n rows a token, one for each write: the first row of a token forgets, the
                         last is read; in the others log_decay and q are 0
 """

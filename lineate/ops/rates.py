@@ -19,7 +19,7 @@ from lineate.torch_ops.elementwise import elementwise
 NEAR, TERMS = 0.25, 13
 """Below NEAR the series with TERMS terms has an error below float64's rounding; above, expm1 loses two bits at most."""
 EPSILON = 1e-6
-"""What "kaczmarz" adds to |k|^2: a key of zeros has a finite rate."""
+"""Is added to |k|^2 by "kaczmarz", so that a key of zeros has a finite rate."""
 
 
 def rate_of_key(k: Tensor, beta: Tensor, kind: str) -> Tensor:
