@@ -69,7 +69,8 @@ def ours(rule: str) -> Run:
         "gated deltaproduct": lineate.gated_delta_product, "deltaproduct": lineate.gated_delta_product,
         "rwkv7": lineate.diagonal_plus_low_rank,
     }  # fmt: skip
-    return lambda x: ops[rule](**{k: y for k, y in x.items() if k != "before"}, backend="triton")
+    fixed: dict[str, Any] = {"log_decay": None} if rule == "deltaproduct" else {}
+    return lambda x: ops[rule](**{k: y for k, y in x.items() if k != "before"}, **fixed, backend="triton")
 
 
 def fla(rule: str) -> Run:

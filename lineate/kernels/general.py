@@ -33,7 +33,7 @@ from lineate.kernels.portable.elements import (
 from lineate.kernels.stages import Gradients
 
 _OF_WRITES = ("k", "v", "beta")
-_BLOCK = 1024  # numbers of a program
+_NUMBERS = 4096  # of a program
 
 
 def forward(
@@ -105,52 +105,60 @@ def _stage(inputs: Inputs) -> Inputs:
     return inputs.replace(q=q, v=v, write=None, log_decay=log_decay, state=None)
 
 
+def _blocks(rows: int, size: int) -> tuple[tuple[int], dict[str, int]]:
+    """Return the grid and the configuration of a kernel of elements.py for rows of `size` numbers."""
+    wide = next_power(size)
+    each = max(1, min(next_power(rows), _NUMBERS // wide))
+    return (ceil_div(rows, each),), {"D": size, "BR": each, "BD": wide, "num_warps": 4}
+
+
 def _write_values(v: Tensor, write: Tensor) -> Tensor:
     """Return U = write * v, contiguous and in the dtype of v."""
     u = v.new_empty(v.shape)
-    start(multiply, (ceil_div(u.numel(), _BLOCK),))(
-        v, write, u, u.numel(), v.stride(1), v.stride(2), H=v.shape[2], D=v.shape[3], BLOCK=_BLOCK, num_warps=4
-    )
+    rows = u.shape[:3].numel()
+    grid, sizes = _blocks(rows, u.shape[3])
+    start(multiply, grid)(v, write, u, rows, v.stride(1), v.stride(2), H=v.shape[2], **sizes)
     return u
 
 
 def _values_backward(call: Call, v: Tensor, write: Tensor, dv: Tensor, dwrite: Tensor) -> None:
     """Go from dU, which dv holds, to the gradients of v and write; both are 0 outside of packed sequences."""
-    start(multiply_backward, (ceil_div(dv.numel(), _BLOCK),))(
-        v, write, dv, dwrite, dv.numel(), v.stride(1), v.stride(2), H=v.shape[2], D=v.shape[3], BLOCK=_BLOCK,
-        num_warps=4,
-    )  # fmt: skip
+    rows = dv.shape[:3].numel()
+    grid, sizes = _blocks(rows, dv.shape[3])
+    start(multiply_backward, grid)(v, write, dv, dwrite, rows, v.stride(1), v.stride(2), H=v.shape[2], **sizes)
     clear(call.sequences, v.shape[1], dv, dwrite)
 
 
 def _spread(log_decay: Tensor, key_dim: int) -> Tensor:
     """Return a decay per head as one per channel, in float32, in which its gradients are added up."""
     channels = log_decay.new_empty(*log_decay.shape, key_dim, dtype=torch.float32)
-    start(spread, (ceil_div(channels.numel(), _BLOCK),))(
-        log_decay, channels, channels.numel(), D=key_dim, BLOCK=_BLOCK, num_warps=4
-    )
+    grid, sizes = _blocks(log_decay.numel(), key_dim)
+    start(spread, grid)(log_decay, channels, log_decay.numel(), **sizes)
     return channels
 
 
 def _sum_channels(channels: Tensor, total: Tensor) -> None:
     """Add the gradients of the channels to those of the heads."""
-    start(sum_channels, (ceil_div(total.numel(), 16),))(
-        channels, total, total.numel(), D=channels.shape[-1], BD=next_power(channels.shape[-1]), BLOCK=16, num_warps=4
-    )
+    grid, sizes = _blocks(total.numel(), channels.shape[-1])
+    start(sum_channels, grid)(channels, total, total.numel(), **sizes)
 
 
 def _interleave(x: Tensor, n: int, at: int) -> Tensor:
     """Return x `b t ...` as row `at` of the n rows of each token, contiguous, with 0 in the others."""
     rows = x.new_empty(x.shape[0], n * x.shape[1], *x.shape[2:])
-    start(interleave, (ceil_div(rows.numel(), _BLOCK),))(
-        x, rows, rows.numel(), x.stride(1), x.stride(2), H=x.shape[2], D=x.shape[3] if x.dim() == 4 else 1, N=n, AT=at,
-        BLOCK=_BLOCK, num_warps=4,
-    )  # fmt: skip
+    many = x.shape[:3].numel()
+    grid, sizes = _blocks(many, _channels(x))
+    start(interleave, grid)(x, rows, many, x.stride(1), x.stride(2), H=x.shape[2], N=n, AT=at, **sizes)
     return rows
 
 
 def _take_rows(rows: Tensor, x: Tensor, n: int, at: int) -> None:
     """Fill x `b t ...` with row `at` of the n rows of each token."""
-    start(take_rows, (ceil_div(x.numel(), _BLOCK),))(
-        rows, x, x.numel(), SIZE=x.numel() // x.shape[:2].numel(), N=n, AT=at, BLOCK=_BLOCK, num_warps=4
-    )
+    many = x.shape[:3].numel()
+    grid, sizes = _blocks(many, _channels(x))
+    start(take_rows, grid)(rows, x, many, H=x.shape[2], N=n, AT=at, **sizes)
+
+
+def _channels(x: Tensor) -> int:
+    """Return the numbers of a head of x, `b t h k` or `b t h`."""
+    return x.shape[3] if x.dim() == 4 else 1
