@@ -18,8 +18,8 @@ from lineate.models.files.encodings import MOST_KEPT, Encoded
 from lineate.models.files.readers import StagedReader, ThreadReader
 from lineate.models.files.units import PART_BYTES, Unit
 
-DEVICES = ("cpu",)
-"""The types of devices that several threads fill; StagedReader, for "cuda", has not been compared on a GPU."""
+DEVICES = ("cpu", "cuda")
+"""The types of devices that several threads fill."""
 MOST_THREADS = 16
 """The most threads that read a checkpoint."""
 LEAST_THREADS = 4
