@@ -183,8 +183,20 @@ def measure(
     profile: bool,
     keep: Callable[[dict[str, Any]], None],
     pieces: tuple[int | None, ...] = (None,),
+    longest: int = 131072,
 ) -> None:
-    """Measure a model; keep receives the results one by one. pieces: sizes in which prompts are read; None: its own."""
+    """Measure a model; keep receives the results one by one.
+
+    Args:
+        name: A preset.
+        weights: Their format.
+        parts: What is measured.
+        profile: Whether kernels are printed.
+        keep: Receives every measurement.
+        pieces: Sizes in which prompts are read; None: the model's own.
+        longest: The most tokens of prompts and caches, except in the part "million".
+    """
+    lengths = [n for n in (4096, 32768, 131072) if n <= longest]
     if plan_memory(read_model(name, "bfloat16", weights=None if weights == "bf16" else weights)).weights > (
         torch.cuda.mem_get_info()[1] - LEFT
     ):
@@ -194,12 +206,12 @@ def measure(
     print(f"{name} in {weights}: {bench.own / 2**30:.1f} GiB of weights, made in {bench.made:.0f} s", flush=True)
     calls: dict[str, list[Callable[[], None]]] = {
         "decode": [
-            *(lambda n=n: bench.decode(1, n) for n in (4096, 32768, 131072)),
+            *(lambda n=n: bench.decode(1, n) for n in lengths),
             *(lambda b=b: bench.decode(b, 512) for b in (64, 256)),
         ],
         "prefill": [
             lambda n=n, piece=piece: bench.prefill(n, piece)
-            for n in (4096, 32768, 131072)
+            for n in lengths
             for piece in (pieces if n > reading.SMALLEST else pieces[:1])  # a short prompt is read in one piece
         ],
         "pieces": [lambda: bench.pieces(131072, 8192)],
@@ -222,6 +234,7 @@ def main() -> None:
     parser.add_argument(
         "--piece", type=parse_pieces, default=(None,), help="tokens of a piece of a prompt, one or more"
     )
+    parser.add_argument("--longest", type=int, default=131072, help="the most tokens of prompts and caches")
     parser.add_argument("--json", type=Path, default=Path("bench/out/flagships.json"))
     parser.add_argument("--profile", action="store_true", help="print the kernels that take longest")
     args = parser.parse_args()
@@ -244,7 +257,7 @@ def main() -> None:
 
     for name in args.models.split(","):
         for weights in args.weights.split(","):
-            measure(name, weights, tuple(args.only.split(",")), args.profile, keep, args.piece)
+            measure(name, weights, tuple(args.only.split(",")), args.profile, keep, args.piece, args.longest)
             gc.collect()
             torch.cuda.empty_cache()
     columns = ["model", "weights", "what", "ms", "bound", "ratio", "busy", "launches", "GiB beyond weights"]
