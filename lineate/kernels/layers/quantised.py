@@ -26,13 +26,55 @@ def _float8(code):
 
 
 @triton.jit
-def _number(words, AT: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr):
+def number_of(words, AT: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr):
     """Return the code at this bit of each word, minus the code of 0, in float32: 2^23 + code ends in the code."""
     code = (words >> AT) & ((1 << BITS) - 1)
     if FP8:
         return _float8(code)
     else:
         return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + (1 << (BITS - 1)))
+
+
+@triton.jit
+def _quads(words, AT: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr):
+    """Return the four codes from this bit of each byte of words on, `... 2 2`, in order."""
+    even = tl.join(number_of(words, AT, BITS, FP8), number_of(words, AT + 16, BITS, FP8))
+    odd = tl.join(number_of(words, AT + 8, BITS, FP8), number_of(words, AT + 24, BITS, FP8))
+    return tl.join(even, odd)
+
+
+@triton.jit
+def decode_tiles(
+    codes, scales, first, T: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """Return the rows of T tiles at the columns from `first` on, `16T BK`; codes are words.
+
+    Columns beyond K are undefined.
+    """
+    G: tl.constexpr = BK // 32
+    SCALES: tl.constexpr = (K + 127) // 128 * 16 if FP8 else K // 2  # of a tile
+    t = tl.arange(0, T)[:, None, None, None]
+    g = tl.arange(0, G)[None, :, None, None]
+    s = tl.arange(0, BITS)[None, None, :, None]
+    r = tl.arange(0, 16)[None, None, None, :]
+    group = first // 32
+    at_words = codes + t * (K // 2 * BITS) + (group * BITS * 16 + g * (BITS * 16) + s * 16 + r)
+    at_scales = scales + t * SCALES + ((group + g) // 4 if FP8 else group + g) * 16 + r
+    if K % BK == 0:
+        words = tl.load(at_words)
+        factor = tl.load(at_scales).to(tl.float32)
+    else:
+        there = group + g < K // 32
+        words = tl.load(at_words, mask=there, other=0)
+        factor = tl.load(at_scales, mask=there, other=0.0).to(tl.float32)
+    factor = tl.expand_dims(tl.expand_dims(factor, 4), 5)
+    low = (_quads(words, 0, BITS, FP8) * factor).to(dtype)
+    if BITS == 8:
+        return tl.reshape(tl.permute(low, (0, 3, 1, 2, 4, 5)), (16 * T, BK))
+    else:
+        both = tl.join(low, (_quads(words, 4, BITS, FP8) * factor).to(dtype))
+        return tl.reshape(tl.permute(both, (0, 3, 1, 6, 2, 4, 5)), (16 * T, BK))
 
 
 @triton.jit
@@ -52,9 +94,9 @@ def _products(codes, scales, x, norm, p, has, BITS: tl.constexpr, FP8: tl.conste
     c = p * 4 if BITS == 8 else p // 4 * 32 + p % 4 * 4
     sums = tl.zeros(words.shape, tl.float32)
     for j in tl.static_range(4):
-        sums += _number(words, 8 * j, BITS, FP8) * _column(x, norm, c + j, has, SHIFT)[:, None]
+        sums += number_of(words, 8 * j, BITS, FP8) * _column(x, norm, c + j, has, SHIFT)[:, None]
         if BITS == 4:
-            sums += _number(words, 8 * j + 4, BITS, FP8) * _column(x, norm, c + 16 + j, has, SHIFT)[:, None]
+            sums += number_of(words, 8 * j + 4, BITS, FP8) * _column(x, norm, c + 16 + j, has, SHIFT)[:, None]
     group = p // (32 if FP8 else BITS)
     factor = tl.load(scales + group[:, None] * 16 + r[None, :], mask=has[:, None], other=0.0)
     return sums * factor.to(tl.float32)
@@ -145,13 +187,17 @@ def _decoded(codes, scales, tile, r, c, mask, K: tl.constexpr, BITS: tl.constexp
 def decode_quantised(
     codes, scales, y, tile, rows, K: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
-    """A tile's rows at BK columns of y `rows K`, which begins with this tile; codes are bytes."""
-    r = tl.arange(0, 16)[:, None]
-    c = tl.program_id(1) * BK + tl.arange(0, BK)[None, :]
+    """A tile's rows at BK columns of y `rows K`, which begins with this tile; codes are words."""
+    SCALES: tl.constexpr = (K + 127) // 128 * 16 if FP8 else K // 2
     own = tl.program_id(0)
-    has = (own * 16 + r < rows) & (c < K)
-    found = _decoded(codes, scales, tile + own, r, c, has, K, BITS, FP8)
-    tl.store(y + (own.to(tl.int64) * 16 + r) * K + c, found, mask=has)
+    first = tl.program_id(1) * BK
+    place = (tile + own).to(tl.int64)
+    found = decode_tiles(
+        codes + place * (K // 2 * BITS), scales + place * SCALES, first, 1, K, BK, BITS, FP8, y.dtype.element_ty
+    )  # fmt: skip
+    r = tl.arange(0, 16)[:, None]
+    c = first + tl.arange(0, BK)[None, :]
+    tl.store(y + (own.to(tl.int64) * 16 + r) * K + c, found, mask=(own * 16 + r < rows) & (c < K))
 
 
 @triton.jit

@@ -282,7 +282,7 @@ def _decode(weight: Codes, y: Tensor, first: int) -> None:
     block = min(512, next_power(k))
     with torch.cuda.device_of(y):
         start(kernels.decode_quantised, (ceil_div(rows, 16), ceil_div(k, block)))(
-            weight.codes, weight.scales, y, first, rows, K=k, BITS=weight.bits, FP8=weight.floating,
+            weight.codes.view(torch.int32), weight.scales, y, first, rows, K=k, BITS=weight.bits, FP8=weight.floating,
             BK=block, num_warps=max(1, min(8, block // 64)),
         )  # fmt: skip
 
