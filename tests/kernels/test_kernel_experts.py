@@ -19,6 +19,7 @@ mixture = importlib.import_module("lineate.kernels.layers.mixture")
 grouping = importlib.import_module("lineate.kernels.layers.grouping")
 routing = importlib.import_module("lineate.kernels.layers.routing")
 experts = importlib.import_module("lineate.kernels.layers.experts")
+coded_blocks = importlib.import_module("lineate.kernels.layers.coded_blocks")
 quantised_products = importlib.import_module("lineate.kernels.layers.quantised_products")
 pytestmark = pytest.mark.usefixtures("guarded_memory")
 BOUND = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -427,6 +428,53 @@ def test_weights_in_codes(path, form, kind, monkeypatch):
         assert_near(found, plain(layer, x[:rows], *chosen_by(layer, x[:rows])), path.dtype)
         if rows == 64:
             assert torch.equal(mixture.mix(x[5:6], router, made), found[5:6]), "other rows changed the bits"
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("kind", ["swiglu", "relu2", None])
+def test_codes_decoded_for_a_block(path, form, kind):
+    """Experts with no pair, with some, and with more than a block."""
+    counts = torch.tensor([0, 20, 1, 16, 33, 0, 7, 16, 0, 9, 3, 0])
+    chosen = torch.repeat_interleave(torch.arange(COUNT), counts)[torch.randperm(105)].view(35, 3).int().to(path.device)
+    n, k, shape = 64, 192, {"BM": 16, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 2}
+    halves = 2 if kind == "swiglu" else 1
+    weight = quantize(torch.randn(COUNT, halves * n, k) * 0.1, form)
+    assert isinstance(weight, QuantisedWeight)
+    codes = quantised_products.Codes(
+        weight.codes.to(path.device), weight.scales.to(path.device), halves * n, FORMATS[form].kernel
+    )
+    x = draw(path, 35, k)
+    y = torch.full((105, n), torch.nan, dtype=path.dtype, device=path.device)
+    groups = grouping.group(chosen, COUNT, shape["BM"])
+    coded_blocks.multiply(x, codes, kind, groups, y, every=3, shape=shape)
+    values = weight.decoded().to(path.dtype).double()[chosen.flatten().long().cpu()]
+    made = torch.einsum("pnk,pk->pn", values, x.double().cpu().repeat_interleave(3, 0))
+    if kind == "swiglu":
+        gate, up = made.chunk(2, 1)
+        made = F.silu(gate) * up
+    assert_near(y, made.relu().square() if kind == "relu2" else made, path.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+def test_a_mixture_of_codes_decoded_for_blocks(form, monkeypatch):
+    """As with the decoded weights, at numbers of rows on both sides of a bound."""
+    layer = layer_of(BF16, 256, 128, scores="sigmoid")
+    codes, router = [], parts_of(layer)[0]
+    for name in ("experts_gate_up", "experts_down"):
+        weight = quantize(getattr(layer, name).float().cpu(), form)
+        assert isinstance(weight, QuantisedWeight)
+        tiles = weight.codes.cuda(), weight.scales.cuda()
+        codes.append(quantised_products.Codes(*tiles, weight.shape[-2], FORMATS[form].kernel))
+    made = parts_of(layer)[1]._replace(gate_up=codes[0], down=codes[1])
+    x = draw(BF16, 2000, 256)
+    for rows in (513, 1000, 1500, 2000):
+        found = mixture.mix(x[:rows], router, made)
+        with monkeypatch.context() as patch:
+            patch.setattr(mixture, "MOST_PAIRS", 0)
+            expected = mixture.mix(x[:rows], router, made)
+        assert_near(found, expected, torch.bfloat16)
 
 
 def test_stages_fit_into_the_shared_memory_of_other_gpus():

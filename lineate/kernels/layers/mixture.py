@@ -5,6 +5,7 @@
 | 1 .. ALONE | every pair of a token and an expert reads its weights (experts.py) | likewise (quantised_products.py) |
 | .. FEW | a block of pairs of one expert reads its weights once, in the same configuration | likewise on Hopper |
 | .. MOST_CODED | blocks of more pairs | blocks of more pairs on Hopper |
+| .. MOST_PAIRS of an expert | blocks of more pairs | on Hopper codes are decoded for each block (coded_blocks.py) |
 | more | blocks of more pairs | likewise; experts are decoded, some at a time |
 
 Torch runs more than FEW rows of float32. Up to FEW rows, a row's bits do not depend on the other rows nor on their
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.kernels.launching import is_hopper, next_power
-from lineate.kernels.layers import experts, quantised_products
+from lineate.kernels.layers import coded_blocks, experts, quantised_products
 from lineate.kernels.layers.experts import Weights
 from lineate.kernels.layers.grouping import Groups, group, sort
 from lineate.kernels.layers.ops import KERNEL_DTYPES
@@ -36,7 +37,9 @@ ALONE = 1
 INSIDE = 512
 """Up to this many rows a shared expert is one more expert; more rows are multiplied by torch."""
 MOST_CODED = 512
-"""The most rows that are multiplied by codes; for more, experts are decoded."""
+"""The most rows whose products have the same bits for any number of rows."""
+MOST_PAIRS = 384
+"""With more pairs of an expert, on average, weights are decoded once for all of its blocks."""
 DECODED = 2**28
 """Elements of experts that are decoded at a time."""
 REST, MOST_WITH_REST = 32, 136
@@ -234,6 +237,8 @@ def products(tokens: Tensor, chosen: Tensor, made: Experts, tiles: Tiles | None 
     if coded and rows <= _most_coded(tokens):
         return _coded_products(tokens, chosen, made), None
     count = _tensors(made.gate_up)[0].shape[0]
+    if coded and tiles is None and rows * width <= MOST_PAIRS * count and _takes_blocks(tokens, made):
+        return _products_of_blocks(tokens, chosen, made), None
     n = made.down.columns if isinstance(made.down, Codes) else made.down.shape[2]
     if tiles is None:
         tiles = tiles_of(tokens, count, n, width)
@@ -291,6 +296,27 @@ def _coded_products(tokens: Tensor, chosen: Tensor, made: Experts) -> Tensor:
         hidden = experts.activate(hidden, made.kind)
     pairs = quantised_products.Pairs(flat, 1, groups, leave)  # type: ignore[arg-type]
     return quantised_products.multiply_experts(hidden, made.down, pairs).view(rows, width, -1)
+
+
+def _takes_blocks(tokens: Tensor, made: Experts) -> bool:
+    """Whether codes are decoded in the products of blocks of pairs."""
+    assert isinstance(made.gate_up, Codes) and isinstance(made.down, Codes)
+    return (
+        quantised_products.uses_tensor_cores(tokens) and made.shared is None
+        and coded_blocks.serves(made.gate_up) and coded_blocks.serves(made.down)
+    )  # fmt: skip
+
+
+def _products_of_blocks(tokens: Tensor, chosen: Tensor, made: Experts) -> Tensor:
+    """Return the outputs of the chosen experts, whose weights are in codes, for many pairs of an expert."""
+    assert isinstance(made.gate_up, Codes) and isinstance(made.down, Codes)
+    (rows, k), width = tokens.shape, chosen.shape[1]
+    groups = group(chosen, made.gate_up.codes.shape[0], coded_blocks.SHAPE["BM"])
+    hidden = tokens.new_empty(rows * width, made.down.columns)
+    parts = tokens.new_empty(rows * width, k)
+    coded_blocks.multiply(tokens, made.gate_up, made.kind, groups, hidden, every=width)
+    coded_blocks.multiply(hidden, made.down, None, groups, parts, every=1)
+    return parts.view(rows, width, k)
 
 
 def grouped_products(tokens: Tensor, chosen: Tensor, made: Experts) -> tuple[Tensor, Tensor]:
