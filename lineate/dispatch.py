@@ -46,6 +46,7 @@ READS = {
 GENERAL_READS = {
     ("recurrent", "native"): native_general.READS,
     ("chunkwise", "native"): native_general.READS,
+    ("recurrent", "triton"): kernels.GENERAL_READS,
     ("chunkwise", "triton"): kernels.GENERAL_READS,
 }
 """The same for rules of the general row, where another op computes them."""
@@ -192,14 +193,14 @@ def _triton_obstacle(rule: Rule, form: str, facts: Facts, chunk_size: int | None
         return "the triton backend has no parallel form"
     if rule.general and rule not in kernels.GENERAL_RULES:
         return f"the triton backend has no {rule.name}"
-    if rule.general and form == "recurrent":
-        return f"the triton backend has no recurrent form of {rule.name}"
     if unread := _unread(rule, form, "triton", facts):
         return f"the triton backend {unread}"
     if form == "chunkwise" and facts.beta_per_channel:
         return "the triton chunkwise form takes no beta per value channel"
     if form == "recurrent" and facts.needs_grad:
         return "the triton recurrent form has no gradients"
+    if form == "recurrent" and facts.writes > kernels.DECODE_WRITES:
+        return f"the triton recurrent form takes up to {kernels.DECODE_WRITES} writes a token, got {facts.writes}"
     if facts.width > TRITON_WIDTH:
         return f"the triton kernels take k and v up to {TRITON_WIDTH}, got {facts.width}"
     if form == "chunkwise" and chunk_size not in (None, CHUNK_SIZES["triton"]):

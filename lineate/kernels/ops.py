@@ -157,13 +157,14 @@ def _repeat_forward(tape: Tape, shape: torch.Size, inputs: Inputs) -> tuple[Tens
 
 def recurrent(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """Return the output and the final state, token by token in one launch, without gradients: decoding."""
-    output, final = _recurrent_op(*_FLAT.flatten(inputs, options))
+    flat, op = (_FLAT_GENERAL, _recurrent_general_op) if options.rule.general else (_FLAT, _recurrent_op)
+    output, final = op(*flat.flatten(inputs, options))
     return output, final
 
 
-def _recurrent(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _recurrent(flat: Flat, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Decode into a copy of the state."""
-    inputs, options = _FLAT.restore(arguments)
+    inputs, options = flat.restore(arguments)
     assert inputs.state is not None
     final = inputs.state.clone(memory_format=torch.contiguous_format)
     device = inputs.q.device
@@ -171,11 +172,20 @@ def _recurrent(*arguments: Any) -> tuple[Tensor, Tensor]:
     return kernels.decode(inputs.replace(state=final), Slots(), options), final
 
 
-def _fake_recurrent(*arguments: Any) -> tuple[Tensor, Tensor]:
-    inputs, _ = _FLAT.restore(arguments)
+def _fake_recurrent(flat: Flat, *arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs, _ = flat.restore(arguments)
     assert inputs.state is not None
-    return inputs.v.new_empty(inputs.v.shape), inputs.state.new_empty(inputs.state.shape)
+    v = inputs.v
+    return v.new_empty(*v.shape[:2], *v.shape[-2:]), inputs.state.new_empty(inputs.state.shape)
 
 
-_FLAT = Flat(RECURRENT_READS, ("rule", "scale", "normalize_qk"))
-_recurrent_op = declare_call_op("recurrent_triton", _FLAT, _recurrent, _fake_recurrent, results="(Tensor, Tensor)")
+def _declare_recurrent(name: str, flat: Flat) -> Any:
+    run, fake = partial(_recurrent, flat), partial(_fake_recurrent, flat)
+    return declare_call_op(name, flat, run, fake, results="(Tensor, Tensor)")
+
+
+_FLAT, _FLAT_GENERAL = (
+    Flat(reads, ("rule", "scale", "normalize_qk")) for reads in (RECURRENT_READS, GENERAL_READS)
+)  # fmt: skip
+_recurrent_op = _declare_recurrent("recurrent_triton", _FLAT)
+_recurrent_general_op = _declare_recurrent("recurrent_general_triton", _FLAT_GENERAL)

@@ -24,7 +24,7 @@ from lineate.dispatch import (
 )
 from lineate.forms.general import GATES, GeneralRow, general_row
 from lineate.forms.stability import watch_erasing, watch_writes
-from lineate.kernels import DECODE_READS
+from lineate.kernels import DECODE_GENERAL_READS, DECODE_READS, DECODE_WRITES, GENERAL_RULES
 from lineate.ops.rounding import NEAREST, ROUNDINGS, STOCHASTIC, round_memory
 from lineate.ops.slot_checks import check_decode_state, check_seeds, check_slot_values, check_slots
 from lineate.plans import PLANS, call_signature
@@ -36,6 +36,7 @@ BACKENDS = ("auto", "torch", "triton")
 READS = {
     "torch": ("q", "k", "v", *GATES, "state", "cu_seqlens", "A_log", "dt_bias"),
     "triton": DECODE_READS,
+    "triton, general row": DECODE_GENERAL_READS,
 }
 """The tensors of a decoding call that each backend reads."""
 
@@ -200,8 +201,10 @@ def _decode(inputs: Inputs, options: Options, where: Slots, backend: str) -> Ten
     from lineate.kernels import pipeline  # triton, at its first use
 
     if q.device.type == "cpu":  # the interpreter
-        rate = activate(None, inputs.beta, None, None, options.beta_scale, raw_gates=options.raw_gates)[1]
-        if options.corrects:
+        log_decay, rate = _activated(inputs, options, torch.float32)
+        if options.rule.general:
+            watch_erasing(inputs.replace(log_decay=log_decay, beta=rate), options)
+        elif options.corrects:
             watch_writes(inputs.k, rate, options.normalize_qk)
     if any(is_virtual(x) for x in inputs.given().values()):
         inputs = inputs.map(lambda x: in_memory((x,))[0])
@@ -379,9 +382,10 @@ def _check_and_choose(rule: Rule | None, inputs: Inputs, where: Slots, request: 
 def _obstacle(rule: Rule, inputs: Inputs, state: Tensor) -> str | None:
     """Return the feature of this call that the kernel does not support, or None."""
     q = inputs.q
-    if rule.general:
+    if rule.general and rule not in GENERAL_RULES:
         return f"the kernel has no {rule.name}"
-    if unread := [name for name in inputs.given() if name not in READS["triton"]]:
+    reads = READS["triton, general row" if rule.general else "triton"]
+    if unread := [name for name in inputs.given() if name not in reads]:
         return f"it does not read {', '.join(unread)}"
     if q.device.type != "cuda" and not (q.device.type == "cpu" and interpreted()):
         return f"it needs CUDA tensors, got {q.device.type}"
@@ -390,6 +394,8 @@ def _obstacle(rule: Rule, inputs: Inputs, state: Tensor) -> str | None:
     key_dim, value_dim = state.shape[-2:]
     if max(key_dim, value_dim) > TRITON_WIDTH:
         return f"it takes k and v up to {TRITON_WIDTH}, got k = {key_dim} and v = {value_dim}"
+    if rule.writes and inputs.k.shape[2] > DECODE_WRITES:
+        return f"it takes up to {DECODE_WRITES} writes a token, got {inputs.k.shape[2]}"
     if transformed():
         return TRANSFORMED
     if (key_dim > 1 and state.stride(-2) != value_dim) or (value_dim > 1 and state.stride(-1) != 1):

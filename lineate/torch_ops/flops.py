@@ -171,6 +171,7 @@ _COUNTS: dict[str, Callable[[dict[str, Any]], int]] = {
     "chunkwise_triton_backward": _twice(_in_torch_chunks),
     "recurrent_native": _recurrent,
     "recurrent_triton": _recurrent,
+    "recurrent_general_triton": _recurrent,
     "decode": _recurrent,
 }
 """The operations of each op, by its name."""

@@ -28,6 +28,12 @@ GATES = {
     "gated_delta": RAW, "kimi_delta": RAW,
 }  # fmt: skip
 """The rules, and how their gates can be given."""
+GENERAL_STEPS = [
+    *(("gated_delta_rule_2", decay, 1) for decay in ("head", "channel")),
+    *(("diagonal_plus_low_rank", decay, 1) for decay in ("none", "head", "channel")),
+    *(("gated_delta_product", decay, n) for n, decay in ((1, "head"), (2, "none"), (2, "head"), (3, "head"))),
+]
+"""Rules of the general row, decays, and writes a token."""
 SIZES = ("128", "60", "cut", "grouped", "64", "many heads", "wide")
 
 
@@ -96,6 +102,11 @@ def steps() -> Iterator[Case]:
         gates, state, slots = next(turns)
         gates = gates if "raw" in GATES[row] else "given"
         yield Case(90, "decode", dict(dtype=dtype, row=row, gates=gates, state=state, slots=slots, t=2))
+    for i, (row, decay, writes) in enumerate(GENERAL_STEPS):
+        state, slots = ("float32", "bfloat16")[i % 2], ("rows", "tokens", "none")[i % 3]
+        options = dict(row=row, decay=decay, writes=writes, raw=i % 4 > 1, size=("grouped", "60")[i % 2])
+        dtype = ("bfloat16", "float32", "float16")[i % 3]
+        yield Case(90, "decode_general", dict(dtype=dtype, state=state, slots=slots) | options)
     overlap = cycle((True, True, False))
     for name, rows in product(
         ("convolution", "product", "norm", "cached", "latent", "piece", "square", "place", "mix"), (1, 3)

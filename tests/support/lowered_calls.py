@@ -186,6 +186,34 @@ def decode(row: str, dtype: str, state: str, gates: str, slots: str, t: int = 1,
     )
 
 
+def decode_general(
+    row: str, dtype: str, state: str, raw: bool, slots: str, decay: str, writes: int = 1, size: str = "grouped"
+) -> None:  # fmt: skip
+    """Run a few tokens of a rule of the general row. raw: whether q and k are normalised and the gates are raw."""
+    _, _, h, hv, k, v = SIZES[size]
+    b, t, several = 3, 2, (writes,) if row == "gated_delta_product" else ()
+    given = {"q": empty(b, t, h, k, dtype=dtype), "k": empty(b, t, *several, h, k, dtype=dtype)}
+    given["v"] = empty(b, t, *several, hv, v, dtype=dtype)
+    widths = {"gated_delta_rule_2": {"erase": k, "write": v}, "diagonal_plus_low_rank": {"probe": k, "direction": k}}
+    given |= {name: empty(b, t, hv, width, dtype=dtype) for name, width in widths.get(row, {}).items()}
+    channel = (k,) if decay == "channel" else ()
+    if decay != "none":
+        given["log_decay"] = empty(b, t, hv, *channel, dtype=dtype)
+        given |= {"A_log": empty(hv), "dt_bias": empty(hv, *channel)} if raw else {}
+    if several:
+        given["beta"] = empty(b, t, writes, hv, dtype=dtype)
+    if slots != "none":
+        given["slots"] = empty(*((b, t) if slots == "tokens" else (b,)), dtype="int64")
+    if slots == "tokens":
+        given["start_slots"] = empty(b, dtype="int64")
+    options: dict[str, Any] = {}
+    if state == "bfloat16":
+        options = {"rounding": "stochastic", "seeds": empty(b, dtype="int64")}
+    memory = empty(7 if slots != "none" else b, hv, k, v, dtype=state)
+    gates = raw and ("log_decay" in given or "beta" in given)
+    run_decode(**given, state=memory, normalize_qk=raw, raw_gates=gates, **options, backend="triton")
+
+
 def layer(name: str, dtype: str, odd: bool) -> None:
     """Run an op around the rules and its backward. odd: sizes that are no powers of two, and no multiples of 8."""
     width, t = (45, 33) if odd else (2048, 300)
@@ -413,4 +441,7 @@ def broken() -> None:
     launching.start(move_pointer, (1,))(None, GIVEN=False)
 
 
-CALLS = {f.__name__: f for f in (rule, general, ahead, decode, layer, step, quantised, experts, memory, broken)}
+CALLS = {
+    f.__name__: f
+    for f in (rule, general, ahead, decode, decode_general, layer, step, quantised, experts, memory, broken)
+}

@@ -26,7 +26,7 @@ from lineate.kernels.tape import launch
 
 
 @triton.jit
-def _load(pointers, mask, EVEN: tl.constexpr):
+def load_vector(pointers, mask, EVEN: tl.constexpr):
     """Load as float32, with 0 outside; nothing is masked where the tile divides the tensor."""
     if EVEN:
         found = tl.load(pointers)
@@ -36,12 +36,12 @@ def _load(pointers, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _scalar(pointer, there):
+def load_scalar(pointer, there):
     return tl.load(pointer, mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store(pointers, x, mask, EVEN: tl.constexpr):
+def store_vector(pointers, x, mask, EVEN: tl.constexpr):
     if EVEN:
         tl.store(pointers, x)
     else:
@@ -52,6 +52,49 @@ def _store(pointers, x, mask, EVEN: tl.constexpr):
 def unit_vector(x):
     """Return x * rsqrt(sum x^2 + 1e-6), as rule.normalize does."""
     return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+
+
+@triton.jit
+def tokens_of_row(cu_seqlens, row, t):
+    """Return batch, first and n: the tokens of a row are [first, first + n) of the batch row."""
+    if cu_seqlens is None:
+        batch = row
+        first = row * 0
+        n = t
+    else:
+        batch = row * 0
+        first = tl.maximum(tl.load(cu_seqlens + row).to(tl.int64), 0)
+        n = (tl.minimum(tl.load(cu_seqlens + row + 1).to(tl.int64), t) - first).to(tl.int32)
+    return batch, first, n
+
+
+@triton.jit
+def slots_of_row(slots, start_slots, row, EACH_TOKEN: tl.constexpr):
+    """Return the slots from which S_0 is read and, unless every token has its own, to which S_t is written."""
+    start = row
+    end = row
+    if slots is not None:
+        if start_slots is None:
+            start = tl.load(slots + row).to(tl.int64)
+            end = start
+        else:
+            start = tl.load(start_slots + row).to(tl.int64)
+            if not EACH_TOKEN:
+                end = tl.load(slots + row).to(tl.int64)
+    return start, end
+
+
+@triton.jit
+def store_without_state(
+    output, y, has_y, start, n, output_token, BV: tl.constexpr, EVEN_V: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    """Store the output of a row without a state: 0 of an idle one, NaN of one whose slot is outside the pool."""
+    if OVERLAP:  # the previous launch may still read the memory of the output
+        gdc_wait()
+    nothing = tl.where(start < 0, 0.0, float("nan"))
+    for _ in range(n):
+        store_vector(output + y, tl.full([BV], 0.0, tl.float32) + nothing, has_y, EVEN_V)
+        output += output_token
 
 
 # One compilation serves every batch size, length and stride: triton does not specialise these on 1 or multiples of 16.
@@ -91,41 +134,17 @@ def decode_tokens(
     has_y = y < V
     has_xy = has_x[:, None] & has_y[None, :]
 
-    # The tokens of this row: [first, first + n) of batch row `batch`.
-    if cu_seqlens is None:
-        batch = row
-        first = row * 0
-        n = t
-    else:
-        batch = row * 0
-        first = tl.maximum(tl.load(cu_seqlens + row).to(tl.int64), 0)
-        n = (tl.minimum(tl.load(cu_seqlens + row + 1).to(tl.int64), t) - first).to(tl.int32)
+    batch, first, n = tokens_of_row(cu_seqlens, row, t)
     output += ((batch * t + first) * hv + head) * V
     output_token = hv * V
-
-    # Its memory: S_0 is read from slot `start`, and S_t is written to slot `end`.
-    start = row
-    end = row
-    if slots is not None:
-        if start_slots is None:
-            start = tl.load(slots + row).to(tl.int64)
-            end = start
-        else:
-            start = tl.load(start_slots + row).to(tl.int64)
-            if not EACH_TOKEN:
-                end = tl.load(slots + row).to(tl.int64)
+    start, end = slots_of_row(slots, start_slots, row, EACH_TOKEN)
+    if slots is not None:  # noqa: SIM102 (known when compiling; the next is not)
         if (start < 0) | (start >= n_slots):
-            if OVERLAP:  # the previous launch may still read the memory of the output
-                gdc_wait()
-            # An idle row's output is 0; that of a row with a slot outside the pool is NaN.
-            nothing = tl.where(start < 0, 0.0, float("nan"))
-            for _ in range(n):
-                _store(output + y, tl.full([BV], 0.0, tl.float32) + nothing, has_y, EVEN_V)
-                output += output_token
+            store_without_state(output, y, has_y, start, n, output_token, BV, EVEN_V, OVERLAP)
             return
     tile = head.to(tl.int64) * (tl.cast(state_head, tl.int64) * STATE_UNIT) + x[:, None] * V + y[None, :]
     slot_stride = tl.cast(state_slot, tl.int64) * STATE_UNIT
-    S = _load(state + start * slot_stride + tile, has_xy, EVEN_K and EVEN_V)
+    S = load_vector(state + start * slot_stride + tile, has_xy, EVEN_K and EVEN_V)
     if OVERLAP:  # no recent launch writes the state or slots
         gdc_launch_dependents()
         gdc_wait()
@@ -140,7 +159,7 @@ def decode_tokens(
     if log_decay is not None:
         log_decay += batch * decay_row + first * decay_token + head.to(tl.int64) * decay_head
         if not DECAY_PER_CHANNEL:
-            next_log_decay = _scalar(log_decay, n > 0)
+            next_log_decay = load_scalar(log_decay, n > 0)
         if RAW:
             speed = 1.0
             if A_log is not None:
@@ -148,13 +167,13 @@ def decode_tokens(
             bias = 0.0
             if dt_bias is not None:
                 if BIAS_PER_CHANNEL:
-                    bias = _load(dt_bias + head * K + x, has_x, EVEN_K)
+                    bias = load_vector(dt_bias + head * K + x, has_x, EVEN_K)
                 else:
                     bias = tl.load(dt_bias + head).to(tl.float32)
     if beta is not None:
         beta += batch * beta_row + first * beta_token + head.to(tl.int64) * beta_head
         if not BETA_PER_CHANNEL:
-            next_beta = _scalar(beta, n > 0)
+            next_beta = load_scalar(beta, n > 0)
     if EACH_TOKEN:
         slots += row * slots_width
     if seeds is not None:
@@ -164,9 +183,9 @@ def decode_tokens(
     # all its vectors be requested before any is waited for (one latency instead of five). A scalar may be too small for
     # the compiler's asynchronous copies, so the next one is loaded ahead by hand.
     for i in tl.range(n, num_stages=2):
-        q_t = _load(q + x, has_x, EVEN_K)
-        k_t = _load(k + x, has_x, EVEN_K)
-        v_t = _load(v + y, has_y, EVEN_V)
+        q_t = load_vector(q + x, has_x, EVEN_K)
+        k_t = load_vector(k + x, has_x, EVEN_K)
+        v_t = load_vector(v + y, has_y, EVEN_V)
         if NORMALIZE:
             q_t = unit_vector(q_t)
             k_t = unit_vector(k_t)
@@ -174,12 +193,12 @@ def decode_tokens(
         # forget
         if log_decay is not None:
             if DECAY_PER_CHANNEL:
-                log_decay_t = _load(log_decay + x, has_x, EVEN_K)
+                log_decay_t = load_vector(log_decay + x, has_x, EVEN_K)
                 log_decay += decay_token
             else:
                 log_decay_t = next_log_decay
                 log_decay += decay_token
-                next_log_decay = _scalar(log_decay, i + 1 < n)
+                next_log_decay = load_scalar(log_decay, i + 1 < n)
             if RAW:
                 log_decay_t = decay_of_gate(log_decay_t + bias, speed, lower_bound)
             decay = tl.exp(log_decay_t)
@@ -191,19 +210,19 @@ def decode_tokens(
         r = v_t
         if beta is not None:
             if BETA_PER_CHANNEL:
-                beta_t = _load(beta + y, has_y, EVEN_V)
+                beta_t = load_vector(beta + y, has_y, EVEN_V)
                 beta += beta_token
             else:
                 beta_t = next_beta
                 beta += beta_token
-                next_beta = _scalar(beta, i + 1 < n)
+                next_beta = load_scalar(beta, i + 1 < n)
             if RAW_BETA:
                 beta_t = beta_scale / (1.0 + tl.exp(-beta_t))
             r = beta_t * (v_t - tl.sum(S * k_t[:, None], 0))
         # read, write
         o_t = tl.sum(S * q_t[:, None], 0) + tl.sum(k_t * q_t, 0) * r
         S += k_t[:, None] * r[None, :]
-        _store(output + y, o_t, has_y, EVEN_V)
+        store_vector(output + y, o_t, has_y, EVEN_V)
         if NARROW:  # after every token, whether it is stored or not, so that splitting a call changes no bit
             if seeds is None:
                 S = round_nearest(S, INTERPRETED)
@@ -213,14 +232,14 @@ def decode_tokens(
             if i < slots_width:
                 end = tl.load(slots + i).to(tl.int64)
                 if (end >= 0) & (end < n_slots):
-                    _store(state + end * slot_stride + tile, S, has_xy, EVEN_K and EVEN_V)
+                    store_vector(state + end * slot_stride + tile, S, has_xy, EVEN_K and EVEN_V)
         q += q_token
         k += k_token
         v += v_token
         output += output_token
     if not EACH_TOKEN:  # noqa: SIM102
         if (end >= 0) & (end < n_slots):
-            _store(state + end * slot_stride + tile, S, has_xy, EVEN_K and EVEN_V)
+            store_vector(state + end * slot_stride + tile, S, has_xy, EVEN_K and EVEN_V)
 
 
 def tiling(key_dim: int, value_dim: int) -> tuple[int, int]:
@@ -254,13 +273,13 @@ def decode(
     assert state is not None
     b, t, h, key_dim = q.shape
     hv, value_dim = v.shape[2:]
-    q, k, v = (_last_contiguous(x) for x in (q, k, v))
+    q, k, v = (last_contiguous(x) for x in (q, k, v))
     per_channel = log_decay is not None and log_decay.dim() == 4
     if log_decay is not None and per_channel:
-        log_decay = _last_contiguous(log_decay)
+        log_decay = last_contiguous(log_decay)
     beta_per_channel = beta is not None and beta.dim() == 4
     if beta is not None and beta_per_channel:
-        beta = _last_contiguous(beta)
+        beta = last_contiguous(beta)
     each_token = slots is not None and slots.dim() == 2
     strides = (*_strides(q), *_strides(k), *_strides(v))
     unit = 8 if all(s % 8 == 0 for s in (key_dim, value_dim, *strides)) else 1
@@ -330,7 +349,7 @@ def decode(
     return output
 
 
-def _last_contiguous(x: Tensor) -> Tensor:
+def last_contiguous(x: Tensor) -> Tensor:
     """Return x itself if its last dimension is contiguous (a view of one fused projection is), else a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 

@@ -7,6 +7,7 @@ from lineate.call import Inputs, Options, Slots
 from lineate.kernels.call import Call, Gates
 from lineate.kernels.portable import launch_gradients, launch_scores, launch_second, launch_walks
 from lineate.kernels.portable.decode import decode
+from lineate.kernels.portable.decode_general import decode_general
 from lineate.kernels.portable.split import CHAIN_WIDTH
 from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, InWalk, Prepared, RawGradients
 
@@ -145,4 +146,4 @@ class PortableStages:
     @staticmethod
     def decode(inputs: Inputs, slots: Slots, options: Options) -> Tensor:
         """Return the output `b t hv v` of a few tokens; inputs.state is updated in place."""
-        return decode(inputs, slots, options)
+        return (decode_general if options.rule.general else decode)(inputs, slots, options)
