@@ -112,7 +112,7 @@ class HopperStages(PortableStages):
         """Go from chunk to chunk and fill the buffers of the walk."""
         if self.call.corrects and ready.T is None:
             launch_walks.walk_whole(self.call, ready, walk)
-        elif self.takes_call and ready.second is None:  # the Gluon walk has one writer
+        elif self.takes_call:
             launch_walks.walk_forward(self.call, ready, walk)
         else:
             super().walk_forward(ready, walk)
