@@ -61,6 +61,8 @@ class Second(NamedTuple):
     """`slot hv c c`."""
     values: Tensor
     """-M U, `token hv v`: the values of the first writer, of which its solve makes what is erased, with the sign -."""
+    norms: Tensor | None = None
+    """`slot hv 2 c`, as Prepared.norms; those of the first writer have 1 in place of 1 / |k_i|."""
 
 
 class Prepared(NamedTuple):

@@ -12,9 +12,10 @@ none of which exceeds 1 except 1 / F:
     level 5 (blocks 2, 3 - 0, 1)          R, R 2^{B_2} against 2^E 2^{B_1}, 2^E
     Qr, Kr, Kw                            R 2^{B before}, 2^E 2^{B behind}
 
-Rules that only accumulate have no M, T and Kr, because their keys only write. With erase, it is e = erase k that is
-compared: e F is in the place of k F wherever keys read. No bound of single rows keeps such an inverse small, so rows
-are wild where it has grown.
+Rules that only accumulate have no M, T and Kr, because their keys only write. With a probe (COMPARED, as in
+portable/channel.py) e is compared, and e F is in the place of k F wherever keys read: e = erase k, or a vector of its
+own, which what is erased and then the key that is written ("second") meet as k, one launch each. No bound of single rows
+keeps such an inverse small, so rows are wild where it has grown.
 
 A row whose 1 / F is too large (portable/channel.py: within_block) is wild, as are those that portable/solve.py finds.
 This kernel's results for the rows from the first wild one on are not used: a second launch, of the portable
@@ -49,7 +50,7 @@ from lineate.kernels.portable.channel import BF16_LIMIT
 from lineate.kernels.portable.gates import FLOOR, LOG2E
 from lineate.kernels.portable.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
 
-MOST_SCORE, MOST_GROWTH = gl.constexpr(1.0), gl.constexpr(16.0)  # of tame rows with erase: in M, and in the inverse
+MOST_SCORE, MOST_GROWTH = gl.constexpr(1.0), gl.constexpr(16.0)  # of tame rows with a probe: in M, and the inverse
 
 
 @gluon.jit
@@ -91,13 +92,13 @@ def _small_merge(X, Xt, Bt, Ba, apart, LEVEL: gl.constexpr, mma: gl.constexpr):
 @gluon.jit
 def _half_chunk(
     tile_q, tile_k, tile_g, tile_Y, tile_Yk, tile_Z, tile_Y4, tile_Z4, bias, speed, lower_bound, Qr, Kr, Kw, ends, rows,
-    norm_q, norm_k, scale, erased, row_stride: gl.constexpr, flat: gl.constexpr, cube: gl.constexpr,
-    CORRECTS: gl.constexpr, RAW: gl.constexpr, BIAS: gl.constexpr, NORMALIZE: gl.constexpr, ERASE: gl.constexpr,
+    norm_q, norm_k, scale, probes, row_stride: gl.constexpr, flat: gl.constexpr, cube: gl.constexpr,
+    CORRECTS: gl.constexpr, RAW: gl.constexpr, BIAS: gl.constexpr, NORMALIZE: gl.constexpr, COMPARED: gl.constexpr,
 ):  # fmt: skip
     """Compute the factors of 64 channels: store Qr, Kr, Kw and e^{G_c}, and put the operands into shared memory.
 
-    There are seven operands, six without tile_Yk. Return how many rows of each block come before the first one whose
-    1 / F is not good, [4, 64].
+    There are seven operands, six without tile_Yk. "second": only Kw is stored. Return how many rows of each block come
+    before the first one whose 1 / F is not good, [4, 64].
     """
     line: gl.constexpr = gl.SliceLayout(1, cube)  # [block, channel]
     r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, cube)))[None, :, None]
@@ -131,7 +132,8 @@ def _half_chunk(
     up = ea * exp2(before)
     down = el * exp2(behind)
     middle = exp2(gl.where(b == 0, B1, gl.where(b == 3, B2, 0.0)))
-    gl.store(ends + xs, exp2(B0 + B1 + B2 + B3))
+    if COMPARED != "second":
+        gl.store(ends + xs, exp2(B0 + B1 + B2 + B3))
     even = ((b & 1) == 0)[:, None, :]
     early = (b < 2)[:, None, :]
     f4 = gl.where((b & 1) == 0, el, ea)[:, None, :]
@@ -141,30 +143,34 @@ def _half_chunk(
     tile_Z.store(as_flat(Z.to(gl.bfloat16), flat))
     Yk = Z  # used if keys only write: their products as readers are never read
     if CORRECTS:
-        Yk = k * F
-        if ERASE:
-            Yk = Yk * erased.to(gl.float32)
+        if COMPARED == "key" or COMPARED == "erase":
+            Yk = k * F
+            if COMPARED == "erase":
+                Yk = Yk * probes.to(gl.float32)
+        else:
+            Yk = probes.to(gl.float32) * F
         tile_Yk.store(as_flat(Yk.to(gl.bfloat16), flat))
         kr = Yk * up[:, None, :]
     kw = Z * down[:, None, :]
-    if NORMALIZE:
+    if NORMALIZE and COMPARED != "probe":
         nk = _by_block(norm_k, flat, cube)
         if CORRECTS:
             kr = kr * nk
         kw = kw * nk
-    if CORRECTS:
+    if CORRECTS and COMPARED != "second":
         gl.store(Kr + at + r * row_stride, kr.to(gl.bfloat16), mask=there)
     gl.store(Kw + at + r * row_stride, kw.to(gl.bfloat16), mask=there)
     tile_Z4.store(as_flat((gl.where(even, Z, Yk) * f4).to(gl.bfloat16), flat))
     tile_k.store(as_flat((gl.where(early, Z, Yk) * f5).to(gl.bfloat16), flat))
     Y = as_cube(tile_q.load(flat).to(gl.float32), cube) * F
     tile_Y.store(as_flat(Y.to(gl.bfloat16), flat))
-    if NORMALIZE:
-        nq = _by_block(norm_q, flat, cube)
-        qr = Y * up[:, None, :] * nq
-    else:
-        qr = Y * (up * scale)[:, None, :]
-    gl.store(Qr + at + r * row_stride, qr.to(gl.bfloat16), mask=there)
+    if COMPARED != "second":
+        if NORMALIZE:
+            nq = _by_block(norm_q, flat, cube)
+            qr = Y * up[:, None, :] * nq
+        else:
+            qr = Y * (up * scale)[:, None, :]
+        gl.store(Qr + at + r * row_stride, qr.to(gl.bfloat16), mask=there)
     tile_Y4.store(as_flat((Y * f4).to(gl.bfloat16), flat))
     tile_q.store(as_flat((Y * f5).to(gl.bfloat16), flat))
     return gl.sum(gl.where(W >= -BF16_LIMIT, 1, 0), 1)  # W never rises from row to row
@@ -185,16 +191,16 @@ def _load_gates(
 
 
 @gluon.jit
-def _start_erase(erase, to, rows, row_stride: gl.constexpr, cube: gl.constexpr, ERASE: gl.constexpr):
-    """Start to load erase of 64 channels of a unit, unconverted; 0 past its rows, and without erase."""
-    erased = to
-    if ERASE:
+def _start_probe(probe, to, rows, row_stride: gl.constexpr, cube: gl.constexpr, COMPARED: gl.constexpr):
+    """Start to load the probe (or erase) of 64 channels of a unit, unconverted; 0 past its rows, and without one."""
+    probes = to
+    if COMPARED != "key":
         r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, cube)))[None, :, None]
         b = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(1, cube)))[:, None]
         xs = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, cube)))[None, :]
         at = (b * (16 * row_stride) + xs)[:, None, :]
-        erased = gl.load(erase + to + at + r * row_stride, mask=r < (rows - b * 16)[:, None, :], other=0.0)
-    return erased
+        probes = gl.load(probe + to + at + r * row_stride, mask=r < (rows - b * 16)[:, None, :], other=0.0)
+    return probes
 
 
 @gluon.jit
@@ -206,19 +212,21 @@ def _first_above(X, most: gl.constexpr, first_wild, i1):
 
 @gluon.jit(do_not_specialize=["t", "units"])
 def channel_scores(
-    q, k, g, P, M, T, erase, beta, A_log, dt_bias, Qr, Kr, Kw, factors, wild, norms,
+    q, k, g, P, M, T, probe, beta, A_log, dt_bias, Qr, Kr, Kw, factors, wild, norms,
     bounds, first_slots, slot_texts, t, units, head_q, head_k, scale, beta_scale,
     lower_bound,
     HV: gl.constexpr, R: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, RAW: gl.constexpr,
     RAW_BETA: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
-    ERASE: gl.constexpr, LINK: gl.constexpr,
+    COMPARED: gl.constexpr, LINK: gl.constexpr,
 ):  # fmt: skip
     """Fill the scores of every chunk: K = 128, bfloat16, PRODUCTS = "fp16". A unit is a slot and one of HV heads.
 
     q, k, g, P, M, T: descriptors of tiles of 64 x 64; g: the gates, of 16 or 32 bits. units: slots HV. M, T, beta and
-    Kr are used only if CORRECTS. KEEP: store the norms, and M. ERASE: with erase `b t hv k` and without beta and M.
+    Kr are used only if CORRECTS. KEEP: store the norms, and M of rules without a probe. With a probe `b t hv k` there is
+    no beta. "second": fill only Kw, P and M.
     """
     gl.static_assert(CORRECTS or not RAW)
+    KR: gl.constexpr = 1 if COMPARED == "probe" else R  # heads of what is erased are value heads
     K: gl.constexpr = 128
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
@@ -268,7 +276,7 @@ def channel_scores(
     u = gl.program_id(0)
     start, rows, head = unit_bounds(u, bounds, first_slots, slot_texts, t, HV, PACKED)
     cq = head // R * head_q
-    ck = head // R * head_k
+    ck = head // KR * head_k
     cg = head * K
     places = ((start, ck), (start, ck + 64), (start, cq), (start, cq + 64), (start, cg), (start, cg + 64))
     ask(sources, places, tiles, ready, u < units)
@@ -302,7 +310,7 @@ def channel_scores(
         i = i1[:, None]
         token = start.to(gl.int64)
         rate = gl.where(i1 < rows, 1.0, 0.0)
-        if CORRECTS and not ERASE:
+        if CORRECTS and COMPARED == "key":
             rate = given_beta.to(gl.float32)
         speed = 1.0
         if RAW and A_log is not None:
@@ -310,8 +318,8 @@ def channel_scores(
         if RAW_BETA:
             rate = gl.where(i1 < rows, beta_scale * sigmoid(rate), 0.0)
         to = (token * HV + head) * K
-        erased0 = _start_erase(erase, to, rows, HV * K, cube, ERASE)
-        erased1 = _start_erase(erase, to + 64, rows, HV * K, cube, ERASE)
+        probes0 = _start_probe(probe, to, rows, HV * K, cube, COMPARED)
+        probes1 = _start_probe(probe, to + 64, rows, HV * K, cube, COMPARED)
         for x in gl.static_range(len(ready)):
             mbarrier.wait(ready[x], phase)
         phase ^= 1
@@ -324,10 +332,14 @@ def channel_scores(
         norm_k = gl.full([64], 1.0, gl.float32, row)
         if NORMALIZE:
             qq = _gram(q0, q1, q0, q1, none)
-            kk = _gram(k0, k1, k0, k1, none)
-            qq, kk = warpgroup_mma_wait(0, deps=(qq, kk))
-            norm_q = scale * gl.rsqrt(diagonal_entries(qq, acc) + 1e-6)
-            norm_k = gl.rsqrt(diagonal_entries(kk, acc) + 1e-6)
+            if COMPARED == "probe":
+                qq = warpgroup_mma_wait(0, deps=(qq,))
+                norm_q = scale * gl.rsqrt(diagonal_entries(qq, acc) + 1e-6)
+            else:
+                kk = _gram(k0, k1, k0, k1, none)
+                qq, kk = warpgroup_mma_wait(0, deps=(qq, kk))
+                norm_q = scale * gl.rsqrt(diagonal_entries(qq, acc) + 1e-6)
+                norm_k = gl.rsqrt(diagonal_entries(kk, acc) + 1e-6)
             if KEEP:
                 at_norm = norms + u.to(gl.int64) * 128 + i1
                 gl.store(at_norm, norm_q)
@@ -337,14 +349,15 @@ def channel_scores(
         ends = factors + u.to(gl.int64) * (K + 64)
         good0 = _half_chunk(
             q0, k0, g0, Y0, Yk0, Z0, U0, V0, dt_bias + head * K, speed, lower_bound, Qr + to, Kr + to, Kw + to, ends,
-            rows, norm_q, norm_k, scale, erased0, HV * K, flat, cube, CORRECTS, RAW, BIAS, NORMALIZE, ERASE,
+            rows, norm_q, norm_k, scale, probes0, HV * K, flat, cube, CORRECTS, RAW, BIAS, NORMALIZE, COMPARED,
         )  # fmt: skip
         good1 = _half_chunk(
             q1, k1, g1, Y1, Yk1, Z1, U1, V1, dt_bias + head * K + 64, speed, lower_bound, Qr + to + 64, Kr + to + 64,
-            Kw + to + 64, ends + 64, rows, norm_q, norm_k, scale, erased1, HV * K, flat, cube, CORRECTS, RAW, BIAS,
-            NORMALIZE, ERASE,
+            Kw + to + 64, ends + 64, rows, norm_q, norm_k, scale, probes1, HV * K, flat, cube, CORRECTS, RAW, BIAS,
+            NORMALIZE, COMPARED,
         )  # fmt: skip
-        gl.store(ends + K + i1, rate)
+        if COMPARED != "second":
+            gl.store(ends + K + i1, rate)
         fence_async_shared()
         barrier()
         if CORRECTS:
@@ -355,7 +368,7 @@ def channel_scores(
         block = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(1, cube)))[:, None]
         first_wild = gl.min(gl.min(gl.where(good < 16, block * 16 + good, 64), 1), 0)
         cols_k = j
-        if NORMALIZE:
+        if NORMALIZE and COMPARED != "probe":
             cols_k = gl.convert_layout(norm_k, gl.SliceLayout(0, acc))[None, :]
         if CORRECTS:
             Ad, A4, A5 = warpgroup_mma_wait(0, deps=(Ad, A4, A5))
@@ -363,17 +376,22 @@ def channel_scores(
         own = blocks == 0
         far = blocks > 1
         if CORRECTS:
-            squares = diagonal_entries(Ad, acc)
+            if COMPARED == "key" or COMPARED == "erase":
+                squares = diagonal_entries(Ad, acc)
+            else:
+                squares = rate
             A = gl.where(i > j, gl.where(own, Ad, gl.where(far, A5, A4)), 0.0)
             A, squares = warpgroup_mma_wait(0, deps=(A, squares))  # (fewer registers than with all six in flight)
         Pd = _gram(Y0, Y1, Z0, Z1, none)
         P4 = _gram(U0, U1, V0, V1, none)
         P5 = _gram(q0, q1, k0, k1, none)
         if CORRECTS:
-            if NORMALIZE:
+            if NORMALIZE and COMPARED == "second":
+                A = A * cols_k
+            elif NORMALIZE and COMPARED != "probe":
                 squares = squares * norm_k * norm_k
                 A = A * norm_k[:, None] * cols_k
-            if ERASE:  # 16 rows, each a sum of those before it, grow to 2^15 at most
+            if COMPARED != "key":  # 16 rows, each a sum of those before it, grow to 2^15 at most
                 first_wild = _first_above(A, MOST_SCORE, first_wild, i1)
             else:
                 tame = (rate >= 0.0) & (rate <= MOST_BETA) & (squares <= MOST_SQUARE) & (rate * squares <= MOST_STEP)
@@ -382,11 +400,13 @@ def channel_scores(
         else:
             Pd, P4, P5 = warpgroup_mma_wait(0, deps=(Pd, P4, P5))
         scores = gl.where(i >= j, gl.where(own, Pd, gl.where(far, P5, P4)), 0.0)
-        if NORMALIZE:
+        if NORMALIZE and COMPARED == "probe":
+            scores = scores * norm_q[:, None]
+        elif NORMALIZE:
             scores = scores * norm_q[:, None] * cols_k
         else:
             scores = scores * scale
-        if not ERASE:
+        if COMPARED == "key":
             gl.store(wild + u, first_wild)
         barrier()  # all warps' products have read the operands
         upcoming = u + gl.num_programs(0)
@@ -396,14 +416,14 @@ def channel_scores(
         )  # fmt: skip
         head = next_head
         cq = head // R * head_q
-        ck = head // R * head_k
+        ck = head // KR * head_k
         cg = head * K
         places = ((start, ck), (start, ck + 64), (start, cq), (start, cq + 64), (start, cg), (start, cg + 64))
         ask(sources, places, tiles, ready, more)
         given_beta, given_A = _load_gates(beta, A_log, start, rows, head, i1, HV, CORRECTS, RAW)
         Y0.store(scores.to(gl.bfloat16))
-        if CORRECTS:
-            if KEEP and not ERASE:
+        if CORRECTS and COMPARED != "second":
+            if KEEP and COMPARED == "key":
                 Y1.store(A.to(gl.bfloat16))
             A = gl.where(i < first_wild, A * rate[:, None], 0.0)
             half_A = A.to(gl.float16)
@@ -430,7 +450,7 @@ def channel_scores(
                 [4, 16, 4, 16], gl.float32, parts
             )
             X = gl.where(own, gl.convert_layout(gl.reshape(wide, [64, 64]), acc, assert_trivial=True), 0.0)
-            if ERASE:
+            if COMPARED != "key":
                 first_wild = _first_above(X, MOST_GROWTH, first_wild, i1)
                 X = gl.where(i < first_wild, X, 0.0)
             # Merge twice, in 64 x 64.
@@ -439,14 +459,14 @@ def channel_scores(
             fence_async_shared()
             barrier()
             tma.async_copy_shared_to_global(P, [u * 64, 0], Y0)
-            if KEEP and not ERASE:
+            if KEEP and COMPARED == "key":
                 tma.async_copy_shared_to_global(M, [u * 64, 0], Y1)
             XA = warpgroup_mma(gl.convert_layout(half_X, left), shared_A, none, use_acc=False, is_async=True)
             XA = warpgroup_mma_wait(0, deps=(XA,))
             Y = warpgroup_mma(gl.convert_layout(XA.to(gl.float16), left), shared_X, none, use_acc=False, is_async=True)
             Y = warpgroup_mma_wait(0, deps=(Y,))
             X = gl.where(blocks == 1, -Y, X)
-            if ERASE:
+            if COMPARED != "key":
                 first_wild = _first_above(X, MOST_GROWTH, first_wild, i1)
                 X = gl.where(i < first_wild, X, 0.0)
                 gl.store(wild + u, first_wild)
@@ -465,9 +485,13 @@ def channel_scores(
             barrier()
             tma.async_copy_shared_to_global(T, [u * 64, 0], Z0)
         else:
+            if COMPARED == "second":
+                Y1.store(A.to(gl.bfloat16))
             fence_async_shared()
             barrier()
             tma.async_copy_shared_to_global(P, [u * 64, 0], Y0)
+            if COMPARED == "second":
+                tma.async_copy_shared_to_global(M, [u * 64, 0], Y1)
     tma.store_wait(0)
 
 

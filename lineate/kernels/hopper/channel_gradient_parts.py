@@ -2,7 +2,7 @@
 
 Tensors of a unit are [block, row, channel] (CUBE, a thread has all rows of a block), one number a block and channel
 (LINE), or accumulators [64, 64] (ACC). The five tiles of the state's products are those of S, dO, R, dS and dE; without
-corrections there is no dE, and results that depend on it are not used.
+corrections there is no dE, and results that depend on it are not used. The second writer has those of R and dS alone.
 """
 
 from triton.experimental import gluon
@@ -70,6 +70,17 @@ def start_state_products(tiles_1, tiles_0, ready_0, phase, none, CORRECTS: gl.co
 
 
 @gluon.jit
+def start_write_product(tiles_1, tiles_0, ready_0, phase, none):
+    """Start R dS of a second writer, whose tiles are those of R and dS."""
+    R1, dS1 = tiles_1
+    R0, dS0 = tiles_0
+    RS = warpgroup_mma(R1, dS1, none, use_acc=False, is_async=True)
+    for x in gl.static_range(2):
+        mbarrier.wait(ready_0[x], phase)
+    return warpgroup_mma(R0, dS0, RS, is_async=True)
+
+
+@gluon.jit
 def block_decays(
     d, there, r, xs, A_log, dt_bias, head, channel, lower_bound, RAW: gl.constexpr, BIAS: gl.constexpr
 ):  # fmt: skip
@@ -123,12 +134,13 @@ def clear_diagonal(tile_P, ready_P, phase, dP, norms, item, scale, NORMALIZE: gl
 
 
 @gluon.jit
-def fill_board(tile, first, inside, SS, b):
+def fill_board(tile, first, inside, SS, b, SECOND: gl.constexpr):
     """Return a board in this tile with the decays from each block's reference row to the next block's.
 
-    Return also the decay from a block's row a to the chunk's end, and S.dS e^{G_c}.
+    Return also the decay from a block's row a to the chunk's end, and S.dS e^{G_c} (0 for a second writer).
     """
-    SdS = gl.convert_layout(diagonal_entries(SS, ACC), gl.SliceLayout(0, LINE))[None, :]
+    if not SECOND:
+        SdS = gl.convert_layout(diagonal_entries(SS, ACC), gl.SliceLayout(0, LINE))[None, :]
     board = tile._reinterpret(gl.float32, [32, 64], PLAIN)
     board.slice(0, 8, 0).store(stack2(first, inside, TWO))
     first0 = board.slice(0, 1, 0).load(LINE)
@@ -144,7 +156,10 @@ def fill_board(tile, first, inside, SS, b):
     s3 = inside2 + first3
     # The decay from the block's row a to the chunk's end, and over the whole chunk.
     down = inside3 + gl.where(b < 3, s3, 0.0) + gl.where(b < 2, s2, 0.0) + gl.where(b < 1, s1, 0.0)
-    last = SdS * exp2(first0 + s1 + s2 + s3 + inside3)
+    if SECOND:
+        last = gl.zeros([4, 64], gl.float32, LINE)
+    else:
+        last = SdS * exp2(first0 + s1 + s2 + s3 + inside3)
     down = exp2(down)
     s1 = exp2(s1)
     s2 = exp2(s2)
@@ -161,14 +176,16 @@ def fill_board(tile, first, inside, SS, b):
 
 
 @gluon.jit
-def make_tiles(tile_q, tile_k, Yq, Yk, Z, F, in_q, erased, CORRECTS: gl.constexpr, ERASE: gl.constexpr):
-    """Make the tiles Yq, Yk (with ERASE times erased) and Z; in_q is the factor of q besides F."""
+def make_tiles(tile_q, tile_k, Yq, Yk, Z, F, in_q, probes, CORRECTS: gl.constexpr, COMPARED: gl.constexpr):
+    """Make the tiles Yq, Yk (of what is compared) and Z; in_q is the factor of q besides F."""
     dtype: gl.constexpr = tile_q.dtype
     keys = as_cube(tile_k.load(FLAT).to(gl.float32), CUBE)
     Z.store(as_flat((keys * reciprocal(F)).to(dtype), FLAT))
     if CORRECTS:
-        if ERASE:
-            keys = keys * erased.to(gl.float32)
+        if COMPARED == "erase":
+            keys = keys * probes.to(gl.float32)
+        elif COMPARED != "key":
+            keys = probes.to(gl.float32)
         Yk.store(as_flat((keys * F).to(dtype), FLAT))
     queries = as_cube(tile_q.load(FLAT).to(gl.float32), CUBE)
     Yq.store(as_flat((queries * in_q * F).to(dtype), FLAT))
@@ -176,11 +193,15 @@ def make_tiles(tile_q, tile_k, Yq, Yk, Z, F, in_q, erased, CORRECTS: gl.constexp
 
 @gluon.jit
 def pair_products(
-    tile_P, tile_M, Yq, Yk, Z, board, OS, ES, RS, norm_q, norm_k, none, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr
+    tile_P, tile_M, Yq, Yk, Z, board, OS, ES, RS, norm_q, norm_k, none, CORRECTS: gl.constexpr,
+    NORMALIZE: gl.constexpr, SECOND: gl.constexpr,
 ):  # fmt: skip
-    """Return aq, ak and aw, and R dS, whose product is still running."""
+    """Return aq, ak and aw, and R dS, whose product is still running. SECOND: without dO S and dE S."""
     f = board_rows(board, 24, OS)
-    if NORMALIZE:
+    if SECOND:
+        aq = none
+        ak = none
+    elif NORMALIZE:
         aq = scale_blocks(OS, f, ACC) * norm_q
         ak = aq
         if CORRECTS:
@@ -229,10 +250,14 @@ def pair_products(
 
 @gluon.jit
 def store_row_gradients(
-    aq, ak, aw, RS, own, rate_k, tile_q, tile_k, all_A, all_B, all_C, F, in_q, down, erase, dq, dk, derase, to, at, r,
-    there, ROW: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, ERASE: gl.constexpr,
+    aq, ak, aw, RS, own, rate_k, tile_q, tile_k, tile_e, tile_dq, tile_de, all_A, all_B, all_C, F, in_q, down, probe,
+    dq, dk, dprobe, to, at, r, there, ROW: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr,
+    COMPARED: gl.constexpr,
 ):  # fmt: skip
-    """Store dq, dk and (with ERASE) derase, whose rows have ROW numbers.
+    """Store dq, dk and (with a probe) dprobe, whose rows have ROW numbers.
+
+    "second": the probe and the gradients of the first writer, to which those of q and the probe are added, are in
+    tile_e, tile_dq and tile_de.
 
     Return a row's reads less its writes that the chunk reads, which are part of dlog_decay up to that row, and its
     write to the state, which is part of dlog_decay behind it, less the former.
@@ -254,6 +279,8 @@ def store_row_gradients(
     read = F * in_q * read
     own = by_rows(by_row.slice(0, 64, 0).load(gl.SliceLayout(1, FLAT)), CUBE)
     read = read + own * as_cube(tile_k.load(FLAT).to(gl.float32), CUBE)
+    if COMPARED == "second":
+        read = read + as_cube(tile_dq.load(FLAT).to(gl.float32), CUBE)
     gl.store(dq + to + at + r * ROW, read.to(dtype), mask=there)
     if CORRECTS:
         reread = as_cube(pass_B.load(FLAT), CUBE)
@@ -265,12 +292,20 @@ def store_row_gradients(
     total = total - written * rounded(keys * inverse)
     written = inverse * written
     if CORRECTS:
-        if ERASE:
-            erased = gl.load(erase + to + at + r * ROW, mask=there, other=0.0).to(gl.float32)
+        if COMPARED == "erase":
+            erased = gl.load(probe + to + at + r * ROW, mask=there, other=0.0).to(gl.float32)
             total = total + reread * rounded(keys * erased * F)
             reread = F * reread
-            gl.store(derase + to + at + r * ROW, (keys * reread).to(derase.dtype.element_ty), mask=there)
+            gl.store(dprobe + to + at + r * ROW, (keys * reread).to(dprobe.dtype.element_ty), mask=there)
             written = erased * reread + written
+        elif COMPARED == "probe":
+            probes = gl.load(probe + to + at + r * ROW, mask=there, other=0.0).to(gl.float32)
+            total = total + reread * rounded(probes * F)
+            gl.store(dprobe + to + at + r * ROW, (F * reread).to(dprobe.dtype.element_ty), mask=there)
+        elif COMPARED == "second":
+            total = total + reread * rounded(as_cube(tile_e.load(FLAT).to(gl.float32), CUBE) * F)
+            reread = F * reread + as_cube(tile_de.load(FLAT).to(gl.float32), CUBE)
+            gl.store(dprobe + to + at + r * ROW, reread.to(dprobe.dtype.element_ty), mask=there)
         else:
             total = total + reread * rounded(keys * F)
             written = F * reread + written

@@ -18,6 +18,10 @@ e^{G_c}: one running sum in registers. Pairs of rows >= r cancel in it, so reads
 rounded factors: Yq aq + Yk ak - Z aw (see portable/channel_gradients.py).
 
 A unit with a row whose 1 / F is too large is marked in wild `slot hv 2`; the two Triton kernels recompute it.
+
+With a probe (COMPARED, as in portable/channel.py), Yk = e F and ak belongs to e. If the probe is a vector of its own,
+k is what is erased, and a second launch does the same for the key that is written, for which the state is no reader: aq
+and ak begin with 0, and dq, dprobe and dlog_decay of the first launch are added.
 """
 
 from triton.experimental import gluon
@@ -42,6 +46,7 @@ from lineate.kernels.hopper.channel_gradient_parts import (
     make_tiles,
     pair_products,
     start_state_products,
+    start_write_product,
     store_row_gradients,
     sum_over_rows,
 )
@@ -67,32 +72,43 @@ def _new_barriers():
 
 
 @gluon.jit
-def _state_places(at_S, channel, start, at_V, at_R, FIRST: gl.constexpr):
-    """Return the places of the five tiles, whose value columns begin with FIRST."""
+def _state_places(at_S, channel, start, at_V, at_R, FIRST: gl.constexpr, SECOND: gl.constexpr):
+    """Return the places of the five tiles (SECOND: of R and dS), whose value columns begin with FIRST."""
     memory = (at_S + FIRST, channel)
     values = (start, at_V + FIRST)
-    return memory, values, (start, at_R + FIRST), memory, values
-
-
-@gluon.jit
-def _row_places(start, head, channel, head_q, head_k, R: gl.constexpr, TMA_GATES: gl.constexpr):
-    """Return the places of the tiles of the gates (with TMA_GATES), k and q."""
-    cq = head // R * head_q + channel
-    ck = head // R * head_k + channel
-    places = ((start, ck), (start, cq))
-    if TMA_GATES:
-        places = ((start, head * 128 + channel), (start, ck), (start, cq))
+    places = (memory, values, (start, at_R + FIRST), memory, values)
+    if SECOND:
+        places = ((start, at_R + FIRST), memory)
     return places
 
 
 @gluon.jit
-def _trim_tiles(tiles_rows, tiles_0, tiles_1, ready_rows, ready_0, rows, phase, STATES: gl.constexpr):
+def _row_places(
+    start, head, channel, head_q, head_k, R: gl.constexpr, KR: gl.constexpr, TMA_GATES: gl.constexpr,
+    SECOND: gl.constexpr,
+):  # fmt: skip
+    """Return the places of the tiles of the gates (with TMA_GATES), k and q (SECOND: and of the probe, dq, dprobe)."""
+    cq = head // R * head_q + channel
+    ck = head // KR * head_k + channel
+    places = ((start, ck), (start, cq))
+    own = (start, head * 128 + channel)
+    if TMA_GATES:
+        places = (own, (start, ck), (start, cq))
+    if SECOND:
+        places += (own, own, own)
+    return places
+
+
+@gluon.jit
+def _trim_tiles(
+    tiles_rows, tiles_0, tiles_1, ready_rows, ready_0, rows, phase, STATES: gl.constexpr, SECOND: gl.constexpr
+):  # fmt: skip
     """Wait for the tiles that have a row for each token, and set the rows below the sequence's last one to 0."""
     for x in gl.static_range(len(tiles_rows)):
         mbarrier.wait(ready_rows[x], phase)
         zero_below(tiles_rows[x], rows, FLAT)
     for x in gl.static_range(STATES):
-        if x % 3 != 0:  # dO, R, dE
+        if x == 0 if SECOND else x % 3 != 0:  # dO, R, dE
             mbarrier.wait(ready_0[x], phase)
             zero_below(tiles_0[x], rows, FLAT)
             zero_below(tiles_1[x], rows, FLAT)
@@ -103,7 +119,7 @@ def _trim_tiles(tiles_rows, tiles_0, tiles_1, ready_rows, ready_0, rows, phase, 
 @gluon.jit
 def _fetch_behind_products(
     of_states, at_S, channel, start, at_V, at_R, ready_1, tiles_1, M, item, ready_M, tile_M, more,
-    CORRECTS: gl.constexpr,
+    CORRECTS: gl.constexpr, SECOND: gl.constexpr,
 ):  # fmt: skip
     """Fetch dM, and the last value columns of the next unit's tiles (if it exists), once all warps have read them."""
     barrier()
@@ -113,7 +129,7 @@ def _fetch_behind_products(
         mbarrier.expect(ready_1[x], 8192, pred=more)
     if CORRECTS:
         tma.async_copy_global_to_shared(M, (item * 64, 0), ready_M, tile_M)
-    places = _state_places(at_S, channel, start, at_V, at_R, 64)
+    places = _state_places(at_S, channel, start, at_V, at_R, 64, SECOND)
     for x in gl.static_range(len(of_states)):
         tma.async_copy_global_to_shared(of_states[x], places[x], ready_1[x], tiles_1[x], pred=more)
 
@@ -121,20 +137,24 @@ def _fetch_behind_products(
 @gluon.jit(do_not_specialize=["t", "units"])
 def channel_gradients(
     q, k, g, states, dstates, doutput, dvalues, residuals, P, M,
-    gates, erase, dP, norms, A_log, dt_bias, dq, dk, derase, dlog_decay, dA_log, ddt_bias, wild,
+    gates, probe, dP, norms, A_log, dt_bias, dq, dk, dprobe, dlog_decay, dA_log, ddt_bias, wild,
+    probe_tiles, dq_tiles, dprobe_tiles, dG,
     bounds, first_slots, slot_texts, t, units, head_q, head_k, head_v, scale, lower_bound,
     HV: gl.constexpr, R: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, RAW: gl.constexpr,
-    BIAS: gl.constexpr, PACKED: gl.constexpr, TMA_GATES: gl.constexpr, ERASE: gl.constexpr,
+    BIAS: gl.constexpr, PACKED: gl.constexpr, TMA_GATES: gl.constexpr, COMPARED: gl.constexpr,
 ):  # fmt: skip
     """Fill dq, dk and the gradients of the gates, for K = V = 128; mark the units left to Triton in wild.
 
     q ... M: descriptors of tiles of 64 x 64 (P, M: of dP and dM); g: a descriptor only with TMA_GATES. units: 2 slots
-    HV. ERASE: what is compared is erase `b t hv k` times k, and derase is filled. norms `slot hv 2 64`: scale / |q_i|
-    and 1 / |k_i|, used only with NORMALIZE. dvalues and M are used only if CORRECTS; head_v only otherwise, when
-    residuals are v in the caller's layout.
+    HV. With a probe `b t hv k`, dprobe is filled. norms `slot hv 2 64`: scale / |q_i| and 1 / |k_i|, used only with
+    NORMALIZE. dvalues and M are used only if CORRECTS; head_v only otherwise, when residuals are v in the caller's
+    layout. "second": residuals are v likewise; probe_tiles, dq_tiles and dprobe_tiles are descriptors of probe, dq and
+    dprobe; dG `token hv k` is the dlog_decay of the first launch in float32; blocks marked in wild are left alone.
     """
     gl.static_assert(CORRECTS or not RAW)
-    STATES: gl.constexpr = 5 if CORRECTS else 4  # tiles of the products with the state: without dvalues, no dE
+    SECOND: gl.constexpr = COMPARED == "second"
+    KR: gl.constexpr = 1 if COMPARED == "probe" else R  # heads of what is erased are value heads
+    STATES: gl.constexpr = 2 if SECOND else 5 if CORRECTS else 4  # tiles of the products with the state: S, dO, R, ...
     dtype: gl.constexpr = q.dtype
     tile: gl.constexpr = q.layout
 
@@ -159,7 +179,9 @@ def channel_gradients(
     ready_P = _new_barrier()
     ready_M = _new_barrier()
     of_states = (states, doutput, residuals, dstates)
-    if CORRECTS:
+    if SECOND:
+        of_states = (residuals, dstates)
+    elif CORRECTS:
         of_states += (dvalues,)
     of_rows = (k, q)
     ready_rows = (ready_k, ready_q)
@@ -167,6 +189,12 @@ def channel_gradients(
         ready_g = _new_barrier()
         of_rows = (g, k, q)
         ready_rows = (ready_g, ready_k, ready_q)
+    if SECOND:
+        ready_e = _new_barrier()
+        ready_dq = _new_barrier()
+        ready_de = _new_barrier()
+        of_rows += (probe_tiles, dq_tiles, dprobe_tiles)
+        ready_rows += (ready_e, ready_dq, ready_de)
     for x in gl.static_range(STATES):
         mbarrier.init(ready_1[x], count=1)
         mbarrier.init(ready_0[x], count=1)
@@ -183,18 +211,23 @@ def channel_gradients(
     some = u < units
     tiles_1 = (all_S1.index(0), all_dO1.index(0), all_R1.index(0), all_dS1.index(0), all_dE1.index(0))
     tiles_0 = (all_A.index(0), all_B.index(0), all_C.index(0), all_A.index(1), all_B.index(1))
+    if SECOND:
+        tiles_1 = (all_R1.index(0), all_dS1.index(0))
+        tiles_0 = (all_C.index(0), all_A.index(1))
     tiles_rows = (all_k.index(0), all_q.index(0))
     channel = (u & 1) * 64
     at_S = (u >> 1) * 128
     at_V = head * 128
     at_R = at_V
-    if not CORRECTS:
+    if SECOND or not CORRECTS:
         at_R = head * head_v
-    places_rows = _row_places(start, head, channel, head_q, head_k, R, TMA_GATES)
+    places_rows = _row_places(start, head, channel, head_q, head_k, R, KR, TMA_GATES, SECOND)
     if TMA_GATES:
         tiles_rows = (all_g.index(0), all_k.index(0), all_q.index(0))
-    ask(of_states, _state_places(at_S, channel, start, at_V, at_R, 64), tiles_1, ready_1, some)
-    ask(of_states, _state_places(at_S, channel, start, at_V, at_R, 0), tiles_0, ready_0, some)
+    if SECOND:
+        tiles_rows += (all_S1.index(0), all_dO1.index(0), all_dE1.index(0))
+    ask(of_states, _state_places(at_S, channel, start, at_V, at_R, 64, SECOND), tiles_1, ready_1, some)
+    ask(of_states, _state_places(at_S, channel, start, at_V, at_R, 0, SECOND), tiles_0, ready_0, some)
     ask(of_rows, places_rows, tiles_rows, ready_rows, some)
     ask((P,), (((u >> 1) * 64, 0),), (all_P.index(0),), (ready_P,), some)
 
@@ -226,23 +259,34 @@ def channel_gradients(
         tiles_rows = (tile_k, tile_q)
         if TMA_GATES:
             tiles_rows = (tile_g, tile_k, tile_q)
+        if SECOND:  # (their places are those of tiles that a second writer does not have)
+            tiles_1 = (R1, dS1)
+            tiles_0 = (C0, A1)
+            tiles_rows += (S1, dO1, dE1)
         item = u >> 1
         channel = (u & 1) * 64
-        gl.store(wild + u, gl.to_tensor(0).to(gl.int8))
+        if not SECOND:
+            gl.store(wild + u, gl.to_tensor(0).to(gl.int8))
         token = start.to(gl.int64)
         to = (token * HV + head) * K + channel
         there = r < (rows - b * 16)[:, None, :]
+        if SECOND:
+            there = there & (gl.load(wild + u) == 0)
         at = (b * (16 * HV * K) + xs)[:, None, :]  # a block's first row; the other rows lie at constant offsets
-        erased = to
-        if ERASE:
-            erased = gl.load(erase + to + at + r * (HV * K), mask=there, other=0.0)
+        probes = to
+        if COMPARED == "erase" or COMPARED == "probe":
+            probes = gl.load(probe + to + at + r * (HV * K), mask=there, other=0.0)
         if not TMA_GATES:  # (after the products, ptxas has so few registers that it would start one load after another)
             d = gl.load(gates + to + at + r * (HV * K), mask=there, other=0.0)
         for x in gl.static_range(STATES):
             mbarrier.wait(ready_1[x], phase)
         if rows < 64:  # the rows below are another sequence's
-            _trim_tiles(tiles_rows, tiles_0, tiles_1, ready_rows, ready_0, rows, phase, STATES)
-        OS, ES, RS, SS = start_state_products(tiles_1, tiles_0, ready_0, phase, none, CORRECTS)
+            _trim_tiles(tiles_rows, tiles_0, tiles_1, ready_rows, ready_0, rows, phase, STATES, SECOND)
+        if SECOND:
+            RS = start_write_product(tiles_1, tiles_0, ready_0, phase, none)
+            OS, ES, SS = none, none, none
+        else:
+            OS, ES, RS, SS = start_state_products(tiles_1, tiles_0, ready_0, phase, none, CORRECTS)
 
         # Compute the decays while these products run.
         for x in gl.static_range(len(ready_rows)):
@@ -264,40 +308,49 @@ def channel_gradients(
         at_S = to_item * 128
         at_V = next_head * 128
         at_R = at_V
-        if CORRECTS:
+        if SECOND:
+            at_R = next_head * head_v
+            RS = warpgroup_mma_wait(0, deps=(RS,))
+        elif CORRECTS:
             OS, ES, RS, SS = warpgroup_mma_wait(0, deps=(OS, ES, RS, SS))
         else:
             at_R = next_head * head_v
             OS, RS, SS = warpgroup_mma_wait(0, deps=(OS, RS, SS))
         _fetch_behind_products(
-            of_states, at_S, to_channel, next_start, at_V, at_R, ready_1, tiles_1, M, item, ready_M, A1, more, CORRECTS
-        )
-        board, down, last = fill_board(B1, first, inside, SS, b)
-        flags = wild + u + gl.zeros([4, 64], gl.int32, LINE)
-        gl.store(flags, gl.full([4, 64], 1, gl.int8, LINE), mask=inside < -BF16_LIMIT)
+            of_states, at_S, to_channel, next_start, at_V, at_R, ready_1, tiles_1, M, item, ready_M, A1, more, CORRECTS,
+            SECOND,
+        )  # fmt: skip
+        board, down, last = fill_board(B1, first, inside, SS, b, SECOND)
+        if SECOND:
+            probes = as_cube(S1.load(FLAT), CUBE)
+        else:
+            flags = wild + u + gl.zeros([4, 64], gl.int32, LINE)
+            gl.store(flags, gl.full([4, 64], 1, gl.int8, LINE), mask=inside < -BF16_LIMIT)
 
-        make_tiles(tile_q, tile_k, A0, B0, C0, F, in_q, erased, CORRECTS, ERASE)
+        make_tiles(tile_q, tile_k, A0, B0, C0, F, in_q, probes, CORRECTS, COMPARED)
         if CORRECTS:
             mbarrier.wait(ready_M, phase)
-            if NORMALIZE:
+            if NORMALIZE and COMPARED != "probe":
                 scores = A1.load(ACC).to(gl.float32)
-                A1.store((scores * norm_k * across).to(dtype))
+                if not SECOND:
+                    scores = scores * norm_k
+                A1.store((scores * across).to(dtype))
         fence_async_shared()
         barrier()
         aq, ak, aw, RS = pair_products(
-            tile_P, A1, A0, B0, C0, board, OS, ES, RS, norm_q, norm_k, none, CORRECTS, NORMALIZE
+            tile_P, A1, A0, B0, C0, board, OS, ES, RS, norm_q, norm_k, none, CORRECTS, NORMALIZE, SECOND
         )
         barrier()  # all warps have read the tiles
         total, step = store_row_gradients(
-            aq, ak, aw, RS, own, rate_k, tile_q, tile_k, all_A, all_B, all_C, F, in_q, down, erase, dq, dk, derase, to,
-            at, r, there, HV * K, CORRECTS, NORMALIZE, ERASE,
+            aq, ak, aw, RS, own, rate_k, tile_q, tile_k, S1, dO1, dE1, all_A, all_B, all_C, F, in_q, down, probe, dq,
+            dk, dprobe, to, at, r, there, HV * K, CORRECTS, NORMALIZE, COMPARED,
         )  # fmt: skip
         if RAW and TMA_GATES:
             given = tile_g.load(FLAT)
         fence_async_shared()
         barrier()  # everything but P has been read
-        places_rows = _row_places(next_start, next_head, to_channel, head_q, head_k, R, TMA_GATES)
-        places = _state_places(at_S, to_channel, next_start, at_V, at_R, 0)
+        places_rows = _row_places(next_start, next_head, to_channel, head_q, head_k, R, KR, TMA_GATES, SECOND)
+        places = _state_places(at_S, to_channel, next_start, at_V, at_R, 0, SECOND)
         ask(of_rows + of_states, places_rows + places, tiles_rows + tiles_0, ready_rows + ready_0, more)
         board, dgiven = sum_over_rows(tile_P, total, step, last, first, b, r)
         if RAW:
@@ -309,6 +362,8 @@ def channel_gradients(
                 dgiven, x0, step, first, inside, F, rows, there, r, xs, board, A_log, dt_bias, dA_log, ddt_bias, u,
                 head, channel, lower_bound, BIAS,
             )  # fmt: skip
+        if SECOND:
+            dgiven = dgiven + gl.load(dG + to + at + r * (HV * K), mask=there, other=0.0)
         gl.store(dlog_decay + to + at + r * (HV * K), dgiven.to(dlog_decay.dtype.element_ty), mask=there)
         fence_async_shared()
         barrier()

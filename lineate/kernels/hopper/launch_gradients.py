@@ -70,18 +70,28 @@ def _launch_added(call: Call, ready: Prepared, around: Around, grads: Gradients,
     )  # fmt: skip
 
 
-def fill_channel_gradients(call: Call, ready: Prepared, around: Around, work: ChannelWork, grads: Gradients) -> None:
+def fill_channel_gradients(
+    call: Call, ready: Prepared, around: Around, work: ChannelWork, grads: Gradients, second: bool = False
+) -> None:  # fmt: skip
     """Fill dq, dk and the gradients of the gates with decay per channel, for v = 128, and mark the others in wild.
 
     The portable launches must follow, for the marked blocks of 64 channels. With normalize_qk, ready.norms are used.
+    With a direction, the gradients of what is erased are filled, and work.dG gets its part of that of log_decay; then,
+    with `second`, those of the key that is written, which are added to them.
     """
     t, h, hv, _, _ = call.sizes
-    q, k, gates = call.q, call.k, call.gates
-    residuals, dP, dM, dq, dk, _, dA_log, ddt_bias, wild = work
+    q, gates = call.q, call.gates
+    k = call.k if second or gates.direction is None else gates.direction
+    residuals, dP, dM, dq, dk, dG, dA_log, ddt_bias, wild = work
     log_decay, norms = gates.log_decay, ready.norms
-    assert log_decay is not None
+    assert log_decay is not None and grads.log_decay is not None
+    tokens, of_first = q.shape[0] * t, [None, None, None]
+    if second:
+        assert ready.second is not None and gates.probe is not None and grads.probe is not None
+        residuals, norms = call.v, ready.second.norms
+        of_first = [describe(x, tokens, hv * 128, hv * 128, [64, 64]) for x in (gates.probe, dq, grads.probe)]
     units = 2 * call.sequences.slots * hv
-    values = (describe(x, q.shape[0] * t, hv * 128, hv * 128, [64, 64]) for x in (around.doutput, grads.v))
+    values = (describe(x, tokens, hv * 128, hv * 128, [64, 64]) for x in (around.doutput, grads.v))
     memories = (describe(x, units * 64, 128, 128, [64, 64]) for x in (around.states, around.dstates))
     tma_gates = log_decay.dtype == q.dtype
     queries = describe_rows(q, 64)
@@ -91,11 +101,11 @@ def fill_channel_gradients(call: Call, ready: Prepared, around: Around, work: Ch
         describe_squares(dP), describe_squares(dP if dM is None else dM),
         log_decay, gates.probe, dP, wild if norms is None else norms, gates.A_log,
         log_decay if gates.dt_bias is None else gates.dt_bias,
-        dq, dk, grads.probe, grads.log_decay, wild if dA_log is None else dA_log,
-        wild if ddt_bias is None else ddt_bias, wild,
-        *call.where, units, q.stride(2), k.stride(2),
-        None if dM is not None else residuals.stride(2), call.scale, gates.lower_bound,
+        dq, dk, grads.probe, dG if gates.compared == "probe" and not second else grads.log_decay,
+        wild if dA_log is None else dA_log, wild if ddt_bias is None else ddt_bias, wild, *of_first,
+        dG if second else None, *call.where, units, q.stride(2), k.stride(2),
+        None if dM is not None and not second else residuals.stride(2), call.scale, gates.lower_bound,
         HV=hv, R=hv // h, CORRECTS=dM is not None, NORMALIZE=norms is not None, RAW=gates.raw_decay,
         BIAS=gates.dt_bias is not None, PACKED=call.sequences.packed, TMA_GATES=tma_gates,
-        ERASE=gates.compared == "erase", num_warps=4,
+        COMPARED="second" if second else gates.compared, num_warps=4,
     )  # fmt: skip

@@ -79,13 +79,15 @@ def _launch_head_scores(call: Call, ready: Prepared, groups: int, for_backward: 
     )  # fmt: skip
 
 
-def fill_channel_scores(call: Call, ready: Prepared) -> None:
+def fill_channel_scores(call: Call, ready: Prepared, second: bool = False) -> None:
     """Fill the buffers of a call with decay per channel; the portable launch for the wild rows must follow.
 
-    For the backward, M and (with normalize_qk) norms are kept. If the rule only accumulates, Kr is not written.
+    For the backward, M and (with normalize_qk) norms are kept. If the rule only accumulates, Kr is not written. With a
+    direction, its scores are filled; with `second`, Kw, P and M of the key that is written.
     """
     _, h, hv, _, _ = call.sizes
-    q, k, gates, P = call.q, call.k, call.gates, ready.P
+    q, gates, P = call.q, call.gates, ready.P
+    k = call.k if second or gates.direction is None else gates.direction
     assert gates.log_decay is not None and P is not None
     units = call.sequences.slots * hv
     start(channel_scores, (min(2 * multiprocessors(q.device), units),))(
@@ -97,6 +99,7 @@ def fill_channel_scores(call: Call, ready: Prepared) -> None:
         *call.where, units, q.stride(2), k.stride(2), call.scale, gates.beta_scale, gates.lower_bound,
         HV=hv, R=hv // h, CORRECTS=call.corrects, NORMALIZE=call.normalize_qk, RAW=gates.raw_decay,
         RAW_BETA=gates.raw_beta,
-        BIAS=gates.dt_bias is not None, KEEP=ready.M is not None or ready.norms is not None,
-        PACKED=call.sequences.packed, ERASE=gates.compared == "erase", num_warps=4, **linked(call.q.device),
+        BIAS=gates.dt_bias is not None, KEEP=(ready.M is not None and not second) or ready.norms is not None,
+        PACKED=call.sequences.packed, COMPARED="second" if second else gates.compared, num_warps=4,
+        **linked(call.q.device),
     )  # fmt: skip

@@ -24,9 +24,12 @@ def _box_rows(K: int, channel: bool) -> int:
 def forward_block(call: Call, map_only: bool = False) -> int:
     """Return the value columns of a program of the forward walk: 64, or 128 if the device cannot run those at once.
 
-    Of programs with 64 columns, a multiprocessor has room for one; for two if they find maps.
+    Of programs with 64 columns, a multiprocessor has room for one; for two if they find maps. With a second writer,
+    there is no room for 128.
     """
     _, _, hv, K, V = call.sizes
+    if call.gates.direction is not None:
+        return 64
     programs = call.sequences.walks(map_only, likely=True) * hv * ((V + K if map_only else V) // 64)
     at_once = multiprocessors(call.q.device) * (2 if map_only else 1)
     return 128 if V % 128 == 0 and K % 128 == 0 and programs > at_once else 64
@@ -40,6 +43,8 @@ def forward_bytes(call: Call, block: int, stages: int, outs: int, keep: bool, sc
     K, channel, corrects = call.sizes[3], call.channel, call.corrects
     tiles = K * (3 if channel and corrects else 2) + block + 64 * (corrects + (not scores))
     rows = _box_rows(K, channel)
+    if call.gates.direction is not None:  # a second writer, without room for the states that are kept
+        tiles, keep = tiles + K + block + 64, False
     made = 2 * 64 * 128 if scores else 0
     return stages * (128 * tiles + 256 * rows) + made + outs * 2 * block * (64 + (K if keep else 0)) + 1536
 
@@ -84,6 +89,10 @@ def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
     t, _, hv, K, V = call.sizes
     q, k, w, v, P, T = ready.q, ready.k, ready.w, call.v, ready.P, ready.T
     sequences, channel, corrects, output, states = call.sequences, call.channel, call.corrects, walk.output, walk.states
+    second, u, more = ready.second, call.v, (None, None, None)
+    if second is not None:
+        v = second.values
+        more = describe_rows(second.w, K), describe_rows(u, 64), describe_squares(second.P)
     scores = P is None and not walk.map_only
     block = forward_block(call, walk.map_only)
     stages, outs = forward_buffers(call, block, states is not None, scores)
@@ -104,8 +113,8 @@ def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
         ready.made,
         output_tiles,
         output_tiles if states is None else describe(states, sequences.slots * hv * V, K, K, [block, K]),
-        walk.outer, walk.inner, walk.final, output, *sequences.places(t, walk.map_only),
-        q.stride(2), k.stride(2), v.stride(2), call.scale,
+        *more, walk.outer, walk.inner, walk.final, output, *sequences.places(t, walk.map_only),
+        q.stride(2), k.stride(2), v.stride(2), None if second is None else u.stride(2), call.scale,
         HV=hv, R=hv // q.shape[2], K=K, V=V, BV=block, STAGES=stages, OUTS=outs,
         CHANNEL=channel, CORRECTS=corrects, KEEP=states is not None, MAP=walk.map_only, PACKED=sequences.packed,
         SCORES=scores, GATED=call.gates.log_decay is not None, num_warps=block // 16,

@@ -9,6 +9,8 @@ from lineate.kernels.hopper import launch_gradients, launch_scores, launch_walks
 from lineate.kernels.launching import multiprocessors
 from lineate.kernels.portable import launch_gradients as portable_gradients
 from lineate.kernels.portable import launch_scores as portable_scores
+from lineate.kernels.portable import launch_second
+from lineate.kernels.portable.launch_gradients import ChannelWork
 from lineate.kernels.portable.stages import PortableStages
 from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, InWalk, Prepared
 
@@ -85,6 +87,14 @@ class HopperStages(PortableStages):
         launch_scores.fill_channel_scores(self.call, ready)
         portable_scores.fill_channel_scores(self.call, ready, self.products[1], again=True)
 
+    def fill_second_scores(self, writer: Prepared) -> None:
+        """Fill Kw, P and M of the key that is written, where another direction is erased, as fill_channel_scores."""
+        if not self.takes_channel:
+            super().fill_second_scores(writer)
+            return
+        launch_scores.fill_channel_scores(self.call, writer, second=True)
+        portable_scores.fill_channel_scores(self.call, writer, self.products[1], again=True, second=True)
+
     def fill_head_scores(self, ready: Prepared, for_backward: bool) -> None:
         """Fill P and T with decay per head or none."""
         if self.takes_call and self.call.q.dtype == torch.bfloat16:
@@ -102,7 +112,7 @@ class HopperStages(PortableStages):
         """Go from chunk to chunk and fill the buffers of the walk."""
         if self.call.corrects and ready.T is None:
             launch_walks.walk_whole(self.call, ready, walk)
-        elif self.takes_call and ready.second is None:  # the Gluon walk has one writer
+        elif self.takes_call:
             launch_walks.walk_forward(self.call, ready, walk)
         else:
             super().walk_forward(ready, walk)
@@ -134,6 +144,13 @@ class HopperStages(PortableStages):
             super().channel_gradients(ready, around, grads)
             return
         work = portable_gradients.fill_residuals(self.call, ready, around, grads, wild=True)
+        if ready.second is not None:
+
+            def fill(part: ChannelWork, second: bool) -> None:
+                launch_gradients.fill_channel_gradients(self.call, ready, around, part, grads, second)
+
+            launch_second.fill_both_gradients(self.call, ready, around, work, grads, fill)
+            return
         launch_gradients.fill_channel_gradients(self.call, ready, around, work, grads)
         portable_gradients.fill_channel_gradients(self.call, around, work, grads)
 
@@ -155,14 +172,13 @@ def _takes_call(call: Call) -> bool:
 def _takes_channel(call: Call) -> bool:
     """Whether the Gluon scores and gradients for decay per channel support a call that the walks support.
 
-    They compare with the key, or with erase times the key. With another probe the portable ones run, around the walks.
     """
     decay = call.gates.log_decay
+    own = (call.gates.probe, call.gates.direction) if call.gates.compared == "probe" else ()
     return (
         decay is not None
         and call.channel
-        and call.gates.compared in ("key", "erase")
-        and call.q.dtype == torch.bfloat16
+        and all(x is not None and x.dtype == torch.bfloat16 for x in (call.q, *own))
         and call.sizes[3] == 128
         and decay.element_size() <= 4
     )

@@ -10,6 +10,8 @@ result that is waited for):
 
     Qr0 S0  [E]  T E  Qr1 S1  [R]  Kw0 R  P R  Kw1 R  [S0]  next Kr0 S0  [S1]  Kr1 S1  [all]
 
+With a second writer (SECOND) of values U, the products Kw0 U, Kw1 U and P_k U come after Qr1 S1, and R is waited for.
+
 P is read or, for rules that only accumulate (SCORES), computed here one chunk ahead: the next q k^T is issued after
 Qr S, its P is made while P R and Kw1 R run, and it is stored into one of two tiles.
 
@@ -57,10 +59,11 @@ from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, LAST, LO
 
 @gluon.jit
 def _places(
-    token, at, column_q, column_k, column_v,
+    token, at, column_q, column_k, column_v, column_u,
     ROWS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, MAP: gl.constexpr, SCORES: gl.constexpr,
+    SECOND: gl.constexpr,
 ):  # fmt: skip
-    """Return the coordinates of a chunk's tiles of k, v, factors, q, P, T and w."""
+    """Return the coordinates of a chunk's tiles of k, v, factors, q, P, T, w, and of a second w, v and P."""
     places = ((token, column_k), (token, column_v), (at * ROWS, 0))
     if not MAP:
         places += ((token, column_q),)
@@ -70,6 +73,10 @@ def _places(
         places += ((at * 64, 0),)
     if CHANNEL and CORRECTS:
         places += ((token, column_k),)
+    if SECOND:
+        places += ((token, column_k), (token, column_u))
+        if not MAP:
+            places += ((at * 64, 0),)
     return places
 
 
@@ -134,18 +141,21 @@ def _score(QK, kept_factors, stage, scale, zero, layout: gl.constexpr, GATED: gl
 @gluon.jit
 def _copy_tiles(
     sources, kept, ready, done, free, made, output, states, written, entering, token, at, count,
-    column_q, column_k, column_v, column_o, first,
+    column_q, column_k, column_v, column_u, column_o, first,
     HV: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr,
     CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr, SCORES: gl.constexpr,
+    SECOND: gl.constexpr,
 ):  # fmt: skip
     """Fetch the tiles of all chunks and store their results.
 
     done[stage]: the others have read a chunk's tiles, and its results lie in shared memory. free[m]: results have been
-    stored. made: the marks of the chunks whose P and T are written, if head_scores runs in parallel.
+    stored. made: the marks of the chunks whose P and T are written, if head_scores runs in parallel. SECOND: the state
+    that entered a chunk lies in its buffer of k, which is filled again when that has been stored.
     """
     for s in gl.static_range(STAGES):
         places = _places(
-            token + s * 64, at + s * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP, SCORES
+            token + s * 64, at + s * HV, column_q, column_k, column_v, column_u, ROWS, CHANNEL, CORRECTS, MAP, SCORES,
+            SECOND,
         )  # fmt: skip
         await_mark(made, at + s * HV, s < count)
         expect(sources, ready, s, s < count)
@@ -157,17 +167,31 @@ def _copy_tiles(
         await_mark(made, at + STAGES * HV, there)  # (here, because the load takes a while)
         mbarrier.wait(done.index(stage), phase)
         places = _places(
-            token + STAGES * 64, at + STAGES * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP, SCORES
+            token + STAGES * 64, at + STAGES * HV, column_q, column_k, column_v, column_u, ROWS, CHANNEL, CORRECTS, MAP,
+            SCORES, SECOND,
         )  # fmt: skip
+        if KEEP and SECOND:
+            tma.async_copy_shared_to_global(states, [at * V + first, 0], entering.index(stage))
         expect(sources, ready, stage, there)
-        fetch(sources, kept, ready, places, stage, there)
+        if KEEP and SECOND:
+            for x in gl.static_range(1, len(sources)):
+                tma.async_copy_global_to_shared(
+                    sources[x], places[x], ready[x].index(stage), kept[x].index(stage), pred=there
+                )  # fmt: skip
+        else:
+            fetch(sources, kept, ready, places, stage, there)
         if not MAP:
             # (The last chunk may be partial and is stored by the others, so here its store goes outside of the output.)
             row = gl.where(n + 1 < count, token, output.shape[0])
             tma.async_copy_shared_to_global(output, [row, column_o], written.index(n % OUTS))
-            if KEEP:
+            if KEEP and SECOND:
+                tma.store_wait(1)
+                tma.async_copy_global_to_shared(
+                    sources[0], places[0], ready[0].index(stage), kept[0].index(stage), pred=there
+                )  # fmt: skip
+            elif KEEP:
                 tma.async_copy_shared_to_global(states, [at * V + first, 0], entering.index(n % OUTS))
-            tma.store_wait((OUTS - 1) * (1 + KEEP))
+            tma.store_wait((OUTS - 1) * (1 + (KEEP and not SECOND)))
             mbarrier.arrive(free.index((n + 1) % OUTS), count=1, pred=n + 1 >= OUTS)
         token += 64
         at += HV
@@ -179,13 +203,16 @@ def _copy_tiles(
 @gluon.jit
 def _walk(
     kept_q, ready_q, kept_k, ready_k, kept_w, ready_w, kept_v, ready_v, kept_P, ready_P, kept_T, ready_T, kept_factors,
-    ready_factors, apart, done, free, written, entering, start, out, final, token, count, rows, known, ends, first,
-    column_o, scale,
+    ready_factors, kept_w2, ready_w2, kept_u, ready_u, kept_P2, ready_P2, apart, done, free, written, entering, start,
+    out, final, token, count, rows, known, ends, first, column_o, scale,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
     CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr, SCORES: gl.constexpr,
-    GATED: gl.constexpr, num_warps: gl.constexpr,
+    GATED: gl.constexpr, SECOND: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Walk over the chunks. start, final: the positions of the state of these columns before and after."""
+    """Walk over the chunks. start, final: the positions of the state of these columns before and after.
+
+    kept_w2, kept_u, kept_P2: Kw, values and P of a second writer.
+    """
     H: gl.constexpr = K // 64
     dtype: gl.constexpr = kept_k.dtype
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
@@ -217,6 +244,9 @@ def _walk(
         trim(kept_v, ready_v, 0, 0, rows)
         if CHANNEL and CORRECTS:
             trim(kept_w, ready_w, 0, 0, rows)
+        if SECOND:
+            trim(kept_w2, ready_w2, 0, 0, rows)
+            trim(kept_u, ready_u, 0, 0, rows)
         fence_async_shared()
         barrier()
     if CORRECTS:
@@ -251,6 +281,9 @@ def _walk(
             trim(kept_v, ready_v, upcoming, turn, rows)
             if CHANNEL and CORRECTS:
                 trim(kept_w, ready_w, upcoming, turn, rows)
+            if SECOND:
+                trim(kept_w2, ready_w2, upcoming, turn, rows)
+                trim(kept_u, ready_u, upcoming, turn, rows)
             fence_async_shared()
             barrier()
         # No product is in flight (ptxas would wait for it anyway); registers hold S, its halves in 16 bits and Kr S.
@@ -272,7 +305,10 @@ def _walk(
             QK = _ask(kept_q, kept_k, upcoming, square)
         if OUTS == 2 and not MAP:
             mbarrier.wait(free.index(out_stage), (n // OUTS - 1) & 1, pred=n >= OUTS)
-        if KEEP and OUTS == 2:  # with one buffer, the previous store must finish first
+        if KEEP and SECOND:
+            barrier()  # all warps' products with k have ended
+            _keep(entering, stage, held0, held1, acc, H)
+        elif KEEP and OUTS == 2:  # with one buffer, the previous store must finish first
             _keep(entering, out_stage, held0, held1, acc, H)
         if CHANNEL:
             S0 = S0 * factor(kept_factors, stage, 0, acc)
@@ -284,8 +320,25 @@ def _walk(
             S1 = S1 * last
         if not CHANNEL:
             write = factor(kept_factors, stage, WRITE, acc)
-        if CORRECTS:
+        if SECOND:
+            mbarrier.wait(ready_u.index(stage), phase)
+            U = kept_u.index(stage).permute([1, 0]).load(left)
             if MAP:
+                U = gl.where(valued, U, gl.zeros([BV, 64], dtype, left))
+            mbarrier.wait(ready_w2.index(stage), phase)
+            S0 = warpgroup_mma(U, half(kept_w2, stage, 0), S0, is_async=True)
+            if H == 2:
+                S1 = warpgroup_mma(U, half(kept_w2, stage, 64), S1, is_async=True)
+            if not MAP:
+                mbarrier.wait(ready_P2.index(stage), phase)
+                QS = warpgroup_mma(U, kept_P2.index(stage).permute([1, 0]), QS, is_async=True)
+        if CORRECTS:
+            if SECOND:
+                if MAP:
+                    Rt, S0, S1 = warpgroup_mma_wait(H, deps=(Rt, S0, S1))
+                else:
+                    Rt, QS, S0, S1 = warpgroup_mma_wait(2 * H, deps=(Rt, QS, S0, S1))
+            elif MAP:
                 Rt = warpgroup_mma_wait(0, deps=(Rt,))
             else:
                 Rt, QS = warpgroup_mma_wait(H - 1, deps=(Rt, QS))
@@ -326,7 +379,7 @@ def _walk(
             S0, QS, S1 = warpgroup_mma_wait(1, deps=(S0, QS, S1))
         else:
             S0, QS = warpgroup_mma_wait(0, deps=(S0, QS))
-        if KEEP and OUTS == 1:
+        if KEEP and OUTS == 1 and not SECOND:
             _keep(entering, out_stage, held0, held1, acc, H)
         held0 = gl.convert_layout(S0.to(dtype), left)
         if SCORES:
@@ -378,8 +431,8 @@ def _walk(
 
 @gluon.jit(do_not_specialize=["t", "lasts", "segments"])
 def forward_state(
-    q, k, w, v, P, T, factors, made, output, states, outer, inner, final, out,
-    bounds, first_slots, first_cuts, cut_texts, t, lasts, segments, head_q, head_k, head_v, scale,
+    q, k, w, v, P, T, factors, made, output, states, second_w, second_v, second_P, outer, inner, final, out,
+    bounds, first_slots, first_cuts, cut_texts, t, lasts, segments, head_q, head_k, head_v, head_second, scale,
     HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr,
     PACKED: gl.constexpr, SCORES: gl.constexpr, GATED: gl.constexpr, LINK: gl.constexpr,
@@ -391,7 +444,10 @@ def forward_state(
     Kr, Qr, Kw; without CORRECTS nothing reads with k, and k is Kw. MAP, as in state.py, reads neither q nor P.
     SCORES: P is not read (its descriptor gives the layout) but computed from q, k and, if GATED, the factors.
     made `slot hv`: head_scores runs in parallel, and sets a 1 for each chunk whose P and T are written.
+    second_w, second_v, second_P: descriptors of Kw, the values and P of a second writer, or None.
     """
+    SECOND: gl.constexpr = second_w is not None
+    gl.static_assert(not SECOND or (CHANNEL and CORRECTS and BV == 64))
     gl.static_assert(not (SCORES and (CHANNEL or MAP or CORRECTS)))
     gl.static_assert(K == 128 or K == 64)
     H: gl.constexpr = K // 64
@@ -421,6 +477,11 @@ def forward_state(
     column_q = key_head * head_q
     column_k = key_head * head_k
     column_v = head * head_v + first
+    column_u = column_v
+    if SECOND:
+        column_u = head * head_second + first
+        if MAP:
+            column_u = gl.where(first < V, column_u, 0)
     if MAP:
         column_v = gl.where(first < V, column_v, 0)
     column_o = head * V + first
@@ -468,9 +529,21 @@ def forward_state(
         sources += (w,)
         kept += (kept_w,)
         ready += (ready_w,)
+    kept_w2, ready_w2, kept_u, ready_u, kept_P2, ready_P2 = kept_k, ready_k, kept_k, ready_k, kept_k, ready_k
+    if SECOND:
+        kept_w2, ready_w2 = make_ring(second_w, STAGES)
+        kept_u, ready_u = make_ring(second_v, STAGES)
+        sources += (second_w, second_v)
+        kept += (kept_w2, kept_u)
+        ready += (ready_w2, ready_u)
+        if not MAP:
+            kept_P2, ready_P2 = make_ring(second_P, STAGES)
+            sources += (second_P,)
+            kept += (kept_P2,)
+            ready += (ready_P2,)
     if not MAP:
         written = gl.allocate_shared_memory(dtype, [OUTS, 64, BV], output.layout)
-    if KEEP:
+    if KEEP and not SECOND:  # (there is no room: with a second writer, it takes the place of the chunk's k)
         entering = gl.allocate_shared_memory(dtype, [OUTS, BV, K], states.layout)
     done, free = signals(STAGES, OUTS)
     fence_async_shared()
@@ -481,13 +554,14 @@ def forward_state(
         [
             (_walk, (
                 kept_q, ready_q, kept_k, ready_k, kept_w, ready_w, kept_v, ready_v, kept_P, ready_P, kept_T, ready_T,
-                kept_factors, ready_factors, apart, done, free, written, entering, starts, out, final_at, token,
-                count, rows, segment == 0, ends, first, column_o, scale, HV, K, V, BV, STAGES, OUTS, CHANNEL,
-                CORRECTS, KEEP, MAP, SCORES, GATED, num_warps,
+                kept_factors, ready_factors, kept_w2, ready_w2, kept_u, ready_u, kept_P2, ready_P2, apart, done, free,
+                written, entering, starts, out, final_at, token, count, rows, segment == 0, ends, first, column_o,
+                scale, HV, K, V, BV, STAGES, OUTS, CHANNEL, CORRECTS, KEEP, MAP, SCORES, GATED, SECOND, num_warps,
             )),
             (_copy_tiles, (
                 sources, kept, ready, done, free, made, output, states, written, entering, token, at, count, column_q,
-                column_k, column_v, column_o, first, HV, V, STAGES, OUTS, ROWS, CHANNEL, CORRECTS, KEEP, MAP, SCORES,
+                column_k, column_v, column_u, column_o, first, HV, V, STAGES, OUTS, ROWS, CHANNEL, CORRECTS, KEEP, MAP,
+                SCORES, SECOND,
             )),
         ],
         [1],

@@ -71,16 +71,20 @@ def second_residuals(
 
 @triton.jit(do_not_specialize=["t"])
 def second_state_gradients(
-    q, k, v, log_decay, dstates, dk, dG, spans, bounds, first_slots, slot_texts, t, stride_q, stride_k, stride_v,
+    q, k, v, log_decay, dstates, dk, dG, wild, spans, bounds, first_slots, slot_texts, t, stride_q, stride_k, stride_v,
     head_q, head_k, head_v,
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr, NORMALIZE: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Compute dk of BX channels through the next state, and add its part to dG, as channel_state_gradients does."""
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     first_x = tl.program_id(2) * BX
+    if AGAIN:
+        found = tl.load(wild + (slot.to(tl.int64) * HV + head) * tl.num_programs(2) + tl.program_id(2))
+        if found == 0:
+            return
     start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
     EVEN_X: tl.constexpr = K % BX == 0
     left = K - first_x

@@ -72,7 +72,9 @@ class PortableStages:
             self.fill_channel_scores(ready)
             if call.gates.direction is None:
                 return ready
-            return launch_second.prepare_second(call, ready, self.products[0])
+            writer = launch_second.make_second_room(ready)
+            self.fill_second_scores(writer)
+            return launch_second.with_second(call, ready, writer)
         ready = self.make_head_room(in_walk)
         launch_scores.fill_factors(call, ready)
         if ready.P is not None or ready.T is not None:
@@ -98,6 +100,10 @@ class PortableStages:
         """Fill the buffers of a call with decay per channel."""
         for n, products in enumerate(self.products):
             launch_scores.fill_channel_scores(self.call, ready, products, again=n > 0)
+
+    def fill_second_scores(self, writer: Prepared) -> None:
+        """Fill Kw, P and M of the key that is written, where another direction is erased."""
+        launch_scores.fill_channel_scores(self.call, writer, self.products[0], second=True)
 
     def fill_head_scores(self, ready: Prepared, for_backward: bool) -> None:
         """Fill P and T with decay per head or none; if wild rows are found, fill only the tame rows of T."""
