@@ -379,7 +379,7 @@ class LinearMixer(nn.Module):
                 raise ValueError(f"scale must be None for a rule from raw gates, got {self.scale}; scale q instead")
             raw = RawGates(beta_scale=self.beta_scale, lower_bound=self.gate_lower_bound)
             return attend_raw_or_decode(rule, inputs, raw, in_place=owned)
-        return attend(rule, inputs, Request(scale=self.scale, normalize_qk=self.normalize_qk))
+        return attend_or_decode(rule, inputs, Request(scale=self.scale, normalize_qk=self.normalize_qk), in_place=owned)
 
     def trace(self, x: Tensor) -> Inputs:
         """Return the inputs of the rule on a sequence x `1 t hidden`: features or unit keys, and activated gates."""
@@ -389,6 +389,22 @@ class LinearMixer(nn.Module):
         if inputs.A_log is not None:
             inputs = activated(inputs, RawGates(beta_scale=self.beta_scale, lower_bound=self.gate_lower_bound))
         return inputs.map(self.features, ("q", "k"))
+
+
+def attend_or_decode(rule: Rule, inputs: Inputs, request: Request, in_place: bool) -> Attended[Tensor]:
+    """Run a rule; one token a row on a GPU, without gradients, is decoded in its memory if that may be overwritten.
+
+    Args:
+        rule: its row.
+        inputs: what the rule is called with.
+        request: the scale, and whether q and k are normalised.
+        in_place: whether the memory may be overwritten, and returned.
+    """
+    state, decodes = inputs.state, inputs.q.shape[1] == 1 and inputs.cu_seqlens is None and inputs.q.is_cuda
+    if state is None or not in_place or not decodes or torch.is_grad_enabled():
+        return attend(rule, inputs, request)
+    made = DecodeRequest(scale=request.scale, normalize_qk=request.normalize_qk)
+    return Attended(decode_inputs(rule, inputs, Slots(), made), state)
 
 
 def attend_raw_or_decode(rule: Rule, inputs: Inputs, raw: RawGates, in_place: bool = False) -> Attended[Tensor]:

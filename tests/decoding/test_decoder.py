@@ -21,6 +21,7 @@ from lineate.models import (
     LatentConfig,
     LinearConfig,
     ModelState,
+    RwkvConfig,
 )
 from tests.support.small_models import random_model, variants
 
@@ -37,6 +38,8 @@ CASES = variants(CONFIG) | {
     "GA, more experts": replace(CONFIG, pattern="GA", n_layers=2, experts=SIGMOID),
     "no attention": replace(CONFIG, pattern="G", n_layers=2),
     "attention alone": replace(CONFIG, pattern="A", n_layers=1),
+    "general row": replace(CONFIG, pattern="JUJA"),
+    "RWKV-7": replace(CONFIG, pattern="VVA", n_layers=3, rwkv=RwkvConfig(2, 32, 24, 8, 8, 8, 16)),
 }
 LENGTHS = {"one row": (20,), "three rows": (20, 20, 20), "ragged": (3, 41, 1)}
 cases = pytest.mark.parametrize("case", CASES)

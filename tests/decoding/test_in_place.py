@@ -14,6 +14,7 @@ from lineate.models import (
     LatentConfig,
     LinearConfig,
     ModelState,
+    RwkvConfig,
 )
 
 pytestmark = pytest.mark.gpu
@@ -37,11 +38,27 @@ CASES = {
         latent=LatentConfig(3, rank=20, nope_dim=9, rope_dim=6, value_dim=11),
         experts=ExpertsConfig(6, 2, 40, scores="sigmoid", shared_size=24),
     ),
+    "the general row": HybridConfig(
+        VOCAB, 256, 3, "JUA", linear=LinearConfig(2, 4, 128, 128), attention=AttentionConfig(4, 2, 64, rotary_dim=32),
+        feed=FeedConfig(384), zero_centred_norm=True,
+    ),
+    "the general row, odd sizes": HybridConfig(
+        VOCAB, 72, 3, "UJU", linear=LinearConfig(
+            2, 4, 20, 12, conv_size=3, writes=3, group_norm=True, decay_rank=5, gate_rank=7, beta_scale=2.0
+        ), feed=FeedConfig(100),
+    ),
     "without convolution": HybridConfig(
         VOCAB, 128, 2, "GA", linear=LinearConfig(1, 2, 32, 64, conv_size=0), feed=FeedConfig(256),
         attention=AttentionConfig(2, 1, 64, rotary_dim=64, qk_norm="full"),
     ),
 }  # fmt: skip
+
+
+CALLED = HybridConfig(
+    VOCAB, 72, 4, "VVQO", linear=LinearConfig(2, 4, 20, 12), rwkv=RwkvConfig(2, 20, 12, 8, 8, 8, 16),
+    feed=FeedConfig(100),
+)  # fmt: skip
+"""Mixers that have no step in few launches."""
 
 
 def in_place(state: ModelState, room: int, lengths: torch.Tensor) -> tuple[dict, dict]:
@@ -108,3 +125,24 @@ def test_a_step_equals_forward(case, rows, dtype, graph):
         for name in layer.names:
             found = memories[n][name] if n in memories else caches[n][name][:, : layer.n]
             assert_near(found, layer[name], bound, flips, (n, name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_mixers_that_are_called_decode_in_their_memory(dtype):
+    """Only their other states, such as the last token of RWKV-7, are new tensors."""
+    torch.manual_seed(0)
+    model = HybridLM(CALLED).to(dtype).cuda().eval()
+    state = model(torch.randint(VOCAB, (3, 9), device="cuda")).state
+    lengths = torch.full((3,), 9, device="cuda")
+    memories, caches = in_place(state, 40, lengths)
+    for _ in range(4):
+        ids = torch.randint(VOCAB, (3, 1), device="cuda")
+        read = read_in_place(model, ids, state_in_place(memories, caches, 40, lengths), (False, torch.bfloat16))
+        assert all(read.state.layers[n]["memory"] is own["memory"] for n, own in memories.items())
+        for n, own in memories.items():
+            own.update(read.state.layers[n].tensors)
+        lengths.add_(1)
+        out = model(ids, state=state)
+        state = out.state
+        assert_near(read.logits, out.logits, 2e-5 if dtype == torch.float32 else 3e-2, False, "logits")

@@ -15,6 +15,7 @@ from lineate.layers.configs import LatentConfig, LinearConfig
 from lineate.layers.costs.measuring import kept_bytes, operations_of
 from lineate.layers.registry import ORDER, Sizes
 from lineate.models import preset
+from lineate.rule import DIAGONAL_PLUS_LOW_RANK
 
 LINEAR = "".join(kind.letter for kind in kinds() if kind.section == "linear")
 CONFIG = LinearConfig(heads=2, value_heads=4, key_dim=16, value_dim=8)
@@ -64,12 +65,14 @@ def test_rows_declare_their_steps(letter):
     assert step is not None and step.mixer is type(mixer) and registry.step_of(mixer) is step
     assert step.rule.name == (kind.rule or kind.name)
     widths = dict(zip(step.columns, mixer.splits[1:], strict=True))
-    assert widths.get("write") == (mixer.value_heads if step.rule.corrects else None)
     inputs = mixer.rule_inputs(*mixer.enter(torch.randn(1, 3, 32))[:4])
-    assert (inputs.beta is not None) == step.rule.corrects
+    assert inputs.gates() == step.rule.gates
+    numbers = {name: getattr(inputs, name)[0, 0].numel() for name in inputs.gates()}
+    assert widths.get("write") == numbers.get("beta", numbers.get("write"))
+    assert widths.get("erase") == numbers.get("erase")
     shape = "none" if inputs.log_decay is None else "head" if inputs.log_decay.dim() == 3 else "channel"
     assert shape == step.decay
-    if step.rule.corrects:  # a step normalises keys
+    if "rate" in mixer.options:  # a step normalises keys
         assert registry.step_of(kind.make(Sizes(32), replace(CONFIG, rate="exact"))) is None
     mixer.__class__ = type("Own", (type(mixer),), {})
     assert registry.step_of(mixer) is None
@@ -87,6 +90,10 @@ def test_rows_declare_their_steps(letter):
         ({"decay_gate": "none"}, "decay_gate must be 'none' if decay is, and only then, got 'none' with 'head'"),
         ({"skips": True}, "skips must be left out with gated_delta_rule: steps compute it for rules that accumulate"),
         ({"decay_gate": "step"}, "decay_gate 'step' must be left out with gated_delta_rule"),
+        (
+            {"rule": DIAGONAL_PLUS_LOW_RANK},
+            "rule must have gates that are columns of in_proj, got diagonal_plus_low_rank with probe, direction",
+        ),
     ],
 )
 def test_a_step_is_checked(changes, message):

@@ -8,6 +8,8 @@ from lineate.layers import (
     DeltaNet,
     GatedAttention,
     GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaProduct,
     GatedLinearAttention,
     KimiDeltaAttention,
     LatentAttention,
@@ -136,7 +138,17 @@ def make(kind: type) -> tuple[nn.Module, Memory | CacheInPlace]:
 @pytest.mark.parametrize("name", ["in_proj", "out_proj"])
 @pytest.mark.parametrize(
     "kind",
-    [GatedDeltaNet, KimiDeltaAttention, DeltaNet, GatedLinearAttention, Mamba2, GatedAttention, LatentAttention],
+    [
+        GatedDeltaNet,
+        KimiDeltaAttention,
+        DeltaNet,
+        GatedLinearAttention,
+        Mamba2,
+        GatedDeltaNet2,
+        GatedDeltaProduct,
+        GatedAttention,
+        LatentAttention,
+    ],
 )
 @torch.no_grad()
 def test_mixers(kind, name, change):
@@ -188,6 +200,15 @@ STEPS = {
     "delta rule": lambda: DeltaNet(HIDDEN, 2, **SIZES, beta_scale=2.0),
     "delta rule, no convolution": lambda: DeltaNet(HIDDEN, 2, **SIZES, conv_size=0, gate_activation="sigmoid"),
     "gated linear": lambda: GatedLinearAttention(HIDDEN, 2, **SIZES, decay_rank=5),
+    "Gated DeltaNet-2": lambda: GatedDeltaNet2(HIDDEN, 2, **SIZES, beta_scale=2.0),
+    "Gated DeltaNet-2, full rank": lambda: GatedDeltaNet2(
+        HIDDEN, 2, **SIZES, decay_rank=0, gate_rank=0, gate_lower_bound=-5.0, conv_size=0
+    ),
+    "Gated DeltaProduct": lambda: GatedDeltaProduct(HIDDEN, 2, **SIZES, beta_scale=2.0),
+    "Gated DeltaProduct, 3 writes": lambda: GatedDeltaProduct(
+        HIDDEN, 2, **SIZES, writes=3, gate_activation="sigmoid", conv_size=0
+    ),
+    "Gated DeltaProduct, group norm": lambda: GatedDeltaProduct(HIDDEN, 2, **SIZES, writes=3, group_norm=True),
     "Mamba-2": lambda: Mamba2(HIDDEN, 4, state_dim=24),
     "Mamba-2, groups": lambda: Mamba2(HIDDEN, 4, head_dim=10, state_dim=9, groups=2, norm_groups=4),
     "Mamba-2, gate last": lambda: Mamba2(HIDDEN, 4, state_dim=16, gate_first=False, conv_bias=False),
@@ -289,7 +310,9 @@ def test_low_rank_gates_that_were_changed(name, change):
 def test_what_the_kernels_do_not_compute_is_called():
     norm, x = RMSNorm(HIDDEN), torch.randn(1, 1, HIDDEN)
     for mixer in (
-        LinearAttention(HIDDEN, 2), Mamba2(HIDDEN, 4, bias=True), DeltaNet(HIDDEN, 2, gate_activation="none")
+        LinearAttention(HIDDEN, 2), Mamba2(HIDDEN, 4, bias=True), DeltaNet(HIDDEN, 2, gate_activation="none"),
+        GatedDeltaProduct(HIDDEN, 2, forgets=False), GatedDeltaProduct(HIDDEN, 2, writes=9),
+        GatedDeltaProduct(HIDDEN, 2, rate="exact"),
     ):  # fmt: skip
         _, state = mixer(torch.randn(1, 3, HIDDEN))
         tensors = {name: y.contiguous() for name, y in state.tensors.items()}

@@ -50,6 +50,8 @@ CASES = {
     "delta": one("D", linear=ODD),
     "gated delta, exact rate": one("G", linear=replace(ODD, rate="exact")),
     "comba": one("Q", linear=ODD),
+    "gated delta 2": one("J", linear=replace(ODD, decay_rank=5, gate_rank=7)),
+    "gated delta product": one("U", linear=replace(ODD, writes=3)),
     "least squares": one("E", linear=ODD),
     "titans": one("T", memory=MemoryConfig(3, 10)),
     "titans, mlp": one("T", memory=MemoryConfig(3, 10, titans="mlp")),

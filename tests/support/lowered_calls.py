@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lineate
 from lineate import plans
-from lineate.call import Inputs
+from lineate.call import Inputs, Options, Slots
 from lineate.kernels import launching, pipeline
 from lineate.kernels.layers import (
     around_attention,
@@ -31,12 +31,15 @@ from lineate.kernels.layers import (
 )  # fmt: skip
 from lineate.kernels.layers import experts as products_of_experts
 from lineate.kernels.memories.lact_features import features
+from lineate.kernels.portable.decode_general import GatedNorm
+from lineate.kernels.portable.decode_general import decode_general as decode_writes
 from lineate.layers import MixtureOfExperts, RMSNorm
 from lineate.memory.lact import lact, lact_state
 from lineate.memory.titans.op import titans, titans_state
 from lineate.memory.ttt import ttt
 from lineate.ops.decoding import decode as run_decode
 from lineate.quantised.format import FORMATS
+from lineate.rule import GATED_DELTA_2, GATED_DELTA_PRODUCT
 
 SIZES = {
     "128": (2, 300, 4, 4, 128, 128),
@@ -324,7 +327,22 @@ def step(name: str, dtype: str, rows: int, overlap: bool) -> None:
                 inputs = inputs.replace(dt_bias=empty(8))
                 found = token.mix(inputs, token.Token(False, "step", 1.0), None, empty(8, dtype=dtype))
                 z, over = empty(rows, 1, 1024, dtype=dtype), empty(1024, dtype=dtype)
+                own = GatedNorm(z, over[:128], 1e-6, silu)
+                raw = Options(GATED_DELTA_2, 0.1, True, raw_decay=True)
+                parts = inputs.replace(erase=gate_of(rows, dtype), write=gate_of(rows, dtype))
+                decode_writes(parts, Slots(), raw, settled=True, logits=True, norm=own if rows == 1 else None)
+                k, v, write = (
+                    empty(rows, 1, 3, *size, dtype=dtype) for size in ((2, 128), (8, 128), (8,))
+                )  # fmt: skip
+                several = inputs.replace(k=k, v=v, beta=write, log_decay=gate[..., 0] if channel else gate)
+                raw = raw._replace(rule=GATED_DELTA_PRODUCT, raw_beta=True)
+                decode_writes(several, Slots(), raw, settled=True, norm=own if rows == 1 else None)
                 token.norm_groups(found, z, over, groups=2, eps=1e-6, gate_first=silu)
+
+
+def gate_of(rows: int, dtype: str) -> Tensor:
+    """Return a gate per channel of 8 heads, one column of a wider projection."""
+    return empty(rows, 1, 3072, dtype=dtype)[..., :1024].unflatten(-1, (8, 128))
 
 
 def codes_of(form: str, *shape: int) -> quantised_products.Codes:

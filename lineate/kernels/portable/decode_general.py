@@ -15,6 +15,8 @@ are reads of S', which do not wait for each other, and the state changes once a 
 raw gates and rounding are those of decode.py.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -43,29 +45,30 @@ _TENSORS = ("q", "k", "v", "decay", "beta", "compared", "write", "direction")
 _PLAIN = [
     *("t", "hv", "n_slots", "slots_width"),
     *(f"{x}_{dim}" for x in _TENSORS for dim in ("row", "token", "head")),
-    *("k_write", "v_write", "beta_write", "state_slot", "state_head"),
+    *("k_write", "v_write", "beta_write", "z_row", "state_slot", "state_head"),
 ]
 
 
 @triton.jit(do_not_specialize=_PLAIN)
 def decode_writes(
     q, k, v, log_decay, beta, compared, write, direction,
-    A_log, dt_bias, state, slots, start_slots, seeds, cu_seqlens, output,
-    t, hv, n_slots, slots_width, scale, beta_scale, lower_bound,
+    A_log, dt_bias, state, slots, start_slots, seeds, cu_seqlens, weight, z, output,
+    t, hv, n_slots, slots_width, scale, beta_scale, lower_bound, eps,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     decay_row, decay_token, decay_head, beta_row, beta_token, beta_head,
     compared_row, compared_token, compared_head, write_row, write_token, write_head,
-    direction_row, direction_token, direction_head, k_write, v_write, beta_write, state_slot, state_head,
+    direction_row, direction_token, direction_head, k_write, v_write, beta_write, z_row, state_slot, state_head,
     N: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BLOCKS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, DECAY_UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
     DECAY_PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr, TIMES_KEY: tl.constexpr,
-    NORMALIZE: tl.constexpr, RAW: tl.constexpr, RAW_BETA: tl.constexpr, EACH_TOKEN: tl.constexpr,
-    NARROW: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
+    NORMALIZE: tl.constexpr, RAW: tl.constexpr, RAW_BETA: tl.constexpr, LOGITS: tl.constexpr, EACH_TOKEN: tl.constexpr,
+    SILU: tl.constexpr, NARROW: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Run all writes of the tokens of one row, head and block of value columns.
 
-    `compared` is e, or, with TIMES_KEY, its factor of k. Strides are in units of UNIT elements, those of log_decay of
-    DECAY_UNIT, those of beta of 1, and those of the state of STATE_UNIT.
+    `compared` is e, or, with TIMES_KEY, its factor of k; with LOGITS, that factor and `write` are raw. With the weight
+    of a norm, the output of the one token is norm(o) act(z). Strides are in units of UNIT elements, those of log_decay
+    of DECAY_UNIT, those of beta and z of 1, and those of the state of STATE_UNIT.
     """
     EVEN_K: tl.constexpr = K == BK
     EVEN_V: tl.constexpr = V == BLOCKS * BV
@@ -90,7 +93,9 @@ def decode_writes(
     tile = head.to(tl.int64) * (tl.cast(state_head, tl.int64) * STATE_UNIT) + x[:, None] * V + y[None, :]
     slot_stride = tl.cast(state_slot, tl.int64) * STATE_UNIT
     S = load_vector(state + begin * slot_stride + tile, has_xy, EVEN_K and EVEN_V)
-    if OVERLAP:  # no recent launch writes the state or slots
+    if weight is not None:
+        w_norm = load_vector(weight + y, has_y, EVEN_V)
+    if OVERLAP:  # no recent launch writes the state, slots or parameters
         gdc_launch_dependents()
         gdc_wait()
 
@@ -132,6 +137,8 @@ def decode_writes(
         w = tl.arange(0, BN)
         beta += batch * beta_row + first * beta_token + value_head * beta_head + w * beta_write
         next_beta = load_scalar(beta, (w < N) & (n > 0))  # those of all writes
+    if weight is not None:
+        z_t = load_vector(z + row * z_row + value_head * V + y, has_y, EVEN_V)
     if EACH_TOKEN:
         slots += row * slots_width
     if seeds is not None:
@@ -177,10 +184,15 @@ def decode_writes(
             e_j = k_j
             if compared is not None:
                 e_j = load_vector(compared + x, has_x, EVEN_K)
+                if LOGITS:
+                    e_j = beta_scale * tl.sigmoid(e_j)
                 if TIMES_KEY:
                     e_j *= k_j
             if write is not None:
-                r_j *= load_vector(write + y, has_y, EVEN_V)
+                write_t = load_vector(write + y, has_y, EVEN_V)
+                if LOGITS:
+                    write_t = tl.sigmoid(write_t)
+                r_j *= write_t
             held = tl.sum(S * e_j[:, None], 0)
             for before in tl.static_range(j):
                 held += tl.sum(keys[before] * e_j, 0) * errors[before]
@@ -199,6 +211,11 @@ def decode_writes(
         # write
         for j in tl.static_range(N):
             S += keys[j][:, None] * errors[j][None, :]
+        if weight is not None:
+            o_t = o_t.to(output.dtype.element_ty).to(tl.float32)  # rounded as between two launches
+            o_t *= tl.rsqrt(tl.sum(o_t * o_t, 0) * (1.0 / V) + eps) * w_norm * tl.sigmoid(z_t)
+            if SILU:
+                o_t *= z_t
         store_vector(output + y, o_t, has_y, EVEN_V)
         if NARROW:  # after every token, as in decode.py
             if seeds is None:
@@ -223,10 +240,41 @@ def decode_writes(
             store_vector(state + end * slot_stride + tile, S, has_xy, EVEN_K and EVEN_V)
 
 
-def decode_general(inputs: Inputs, where: Slots, options: Options, *, settled: bool = False) -> Tensor:
+class GatedNorm(NamedTuple):
+    """The norm and the output gate of a mixer: norm(o) act(z).
+
+    Args:
+        z: The gate before its activation, `rows 1 hv*v`.
+        weight: Of the norm over the values of a head, `v`.
+        eps: Added to the mean square.
+        silu: Whether the activation is silu; otherwise it is the sigmoid.
+    """
+
+    z: Tensor
+    weight: Tensor
+    eps: float
+    silu: bool
+
+
+def decode_general(
+    inputs: Inputs,
+    where: Slots,
+    options: Options,
+    *,
+    settled: bool = False,
+    logits: bool = False,
+    norm: GatedNorm | None = None,
+) -> Tensor:
     """Return the output `b t hv v`; one launch also updates inputs.state in place. lineate.decode checks the arguments.
 
-    settled: whether no recent launch writes the state, so that it may be read while they run (launching.overlapping).
+    Args:
+        inputs: The call.
+        where: Its slots.
+        options: Its options.
+        settled: Whether no recent launch writes the state, so that it may be read while they run
+            (launching.overlapping).
+        logits: Whether erase and write are the raw logits of beta_scale sigmoid(erase) and sigmoid(write).
+        norm: What follows the rule in a mixer, for one token a row; a program then has all values of a head.
     """
     inputs.refuse_unread(DECODE_GENERAL_READS, "the decoding kernel of the general row")
     several = options.rule.writes
@@ -254,6 +302,11 @@ def decode_general(inputs: Inputs, where: Slots, options: Options, *, settled: b
     state_unit = aligned if all(s % aligned == 0 for s in (key_dim * value_dim, *state_strides)) else 1
     (_, k_write, v_write), beta_write = (s[3] for s in vectors[:3]), betas[3]
     columns, warps = tiling(key_dim, value_dim)
+    z, weight, eps, silu = (None, None, 0.0, False) if norm is None else norm
+    if norm is not None:
+        assert t == 1 and cu_seqlens is None
+        columns = next_power(value_dim)
+        warps = max(1, min(8, next_power(key_dim) * columns // 2048))
     blocks = ceil_div(value_dim, columns)
     rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
     output = torch.empty(b, t, hv, value_dim, dtype=v.dtype, device=v.device)
@@ -263,26 +316,27 @@ def decode_general(inputs: Inputs, where: Slots, options: Options, *, settled: b
     def run() -> None:
         start(decode_writes, (rows * hv * blocks,))(
             q, k, v, log_decay, beta, compared, write, direction,
-            A_log, dt_bias, state, slots, start_slots, seeds, cu_seqlens, output,
+            A_log, dt_bias, state, slots, start_slots, seeds, cu_seqlens, weight, z, output,
             t, hv, state.shape[0], slots.shape[1] if slots is not None and each_token else 0,
-            options.scale, options.beta_scale, options.lower_bound,
+            options.scale, options.beta_scale, options.lower_bound, eps,
             *(s // unit for strides in vectors[:3] for s in strides[:3]),
             *(s // decay_unit for s in decays[:3]), *betas[:3],
             *(s // unit for strides in vectors[3:] for s in strides[:3]),
-            k_write // unit, v_write // unit, beta_write, *(s // state_unit for s in state_strides[:2]),
+            k_write // unit, v_write // unit, beta_write, 0 if z is None else z.stride(0),
+            *(s // state_unit for s in state_strides[:2]),
             N=writes, K=key_dim, V=value_dim, BN=next_power(writes), BK=next_power(key_dim), BV=columns, BLOCKS=blocks,
             GROUP=hv // h, UNIT=unit, DECAY_UNIT=decay_unit, STATE_UNIT=state_unit, DECAY_PER_CHANNEL=per_channel,
             BIAS_PER_CHANNEL=dt_bias is not None and dt_bias.dim() == 2, TIMES_KEY=inputs.erase is not None,
-            NORMALIZE=options.normalize_qk, RAW=options.raw_decay, RAW_BETA=options.raw_beta, EACH_TOKEN=each_token,
-            NARROW=state.dtype is torch.bfloat16, INTERPRETED=q.device.type == "cpu",
+            NORMALIZE=options.normalize_qk, RAW=options.raw_decay, RAW_BETA=options.raw_beta, LOGITS=logits,
+            EACH_TOKEN=each_token, SILU=silu, NARROW=state.dtype is torch.bfloat16, INTERPRETED=q.device.type == "cpu",
             num_warps=warps, num_stages=1, **(overlap_options(q.device) if settled else {"OVERLAP": False}),
         )  # fmt: skip
 
     given = (
         q, k, v, log_decay, beta, compared, write, direction,
-        A_log, dt_bias, state, slots, start_slots, seeds, cu_seqlens,
+        A_log, dt_bias, state, slots, start_slots, seeds, cu_seqlens, weight, z,
     )  # fmt: skip
-    launch("decode_general", given, (output,), (options, inputs.erase is not None, settled), run)
+    launch("decode_general", given, (output,), (options, inputs.erase is not None, settled, logits, eps, silu), run)
     return output
 
 

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from lineate.call import Inputs, Request
 from lineate.layers.configs import RwkvConfig
 from lineate.layers.entry import check_call
+from lineate.layers.mixer import attend_or_decode
 from lineate.layers.projection import project
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rwkv.shift import mix_previous, previous_tokens, shift_spec, shift_weights
 from lineate.layers.state import Carried, Memory, TensorSpec
-from lineate.ops.rules import attend
 from lineate.rule import DIAGONAL_PLUS_LOW_RANK, compute_dtype
 from lineate.torch_ops.elementwise import elementwise
 
@@ -219,7 +219,8 @@ class RWKV7(nn.Module):
         check_call(self, x, state, cu_seqlens)
         entered = self.enter(x, None if state is None else state[SHIFT], cu_seqlens, carried)
         inputs = entered.inputs.replace(state=None if state is None else state["memory"], cu_seqlens=cu_seqlens)
-        output, memory = attend(DIAGONAL_PLUS_LOW_RANK, inputs, Request(scale=1.0))
+        owned = state is not None and state.owned
+        output, memory = attend_or_decode(DIAGONAL_PLUS_LOW_RANK, inputs, Request(scale=1.0), in_place=owned)
         return self.leave(output, entered), Memory({SHIFT: entered.last, "memory": memory})
 
     def enter(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.call import Inputs, Options, Slots
+from lineate.kernels import DECODE_WRITES
 from lineate.layers.attention import GatedAttention
 from lineate.layers.entry import check_call
 from lineate.layers.feed import MixtureOfExperts, SwiGLU, glu
@@ -148,12 +149,22 @@ def _linear_step(
         decay = decay.unflatten(-1, (mixer.value_heads, mixer.key_dim))
     biased = spec.decay_gate in ("speed", "step")
     inputs = Inputs(
-        q=q, k=k, v=v, log_decay=decay, beta=raw.get("write"), state=memory,
+        q=q, k=k, v=v, log_decay=decay, **_raw_gates(mixer, spec, raw), state=memory,
         A_log=_parameter(mixer, "A_log") if biased else None,
         dt_bias=_parameter(mixer, "dt_bias") if biased else None,
     )  # fmt: skip
     output = _mix(mixer, spec, inputs, raw["gate"], state.seeds)
     return output[:, 0], Memory(state.tensors)
+
+
+def _raw_gates(mixer: LinearMixer, spec: StepSpec, raw: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gates of the rule besides its decay, raw, from the columns of in_proj."""
+    if spec.rule.writes:
+        return {"beta": raw["write"].unflatten(-1, (mixer.writes, mixer.value_heads))}  # b 1 n hv
+    if "erase" not in raw:
+        return {"beta": raw["write"]} if "write" in raw else {}
+    keys, values = ((mixer.value_heads, size) for size in (mixer.key_dim, mixer.value_dim))
+    return {"erase": raw["erase"].unflatten(-1, keys), "write": raw["write"].unflatten(-1, values)}
 
 
 def _project_low(mixer: LinearMixer, spec: StepSpec, raw: dict[str, Tensor]) -> None:
@@ -190,10 +201,12 @@ def _serves_mixer(norm: RMSNorm, mixer: LinearMixer, spec: StepSpec) -> bool:
         return False
     if mixer.conv is not None and mixer.conv.weight.shape[1] not in SIZES:
         return False
-    if not spec.grouped:
-        return True
+    if mixer.writes > DECODE_WRITES:
+        return False
     own = mixer.norm
-    return isinstance(own, GroupedGatedNorm) and own.groups > 0 and len(own.weight) // own.groups <= WIDEST_GROUP
+    if not isinstance(own, GroupedGatedNorm):
+        return not spec.grouped
+    return own.groups > 0 and len(own.weight) // own.groups <= WIDEST_GROUP
 
 
 def _mix(mixer: LinearMixer, spec: StepSpec, inputs: Inputs, z: Tensor, seeds: Tensor | None) -> Tensor:
@@ -202,11 +215,13 @@ def _mix(mixer: LinearMixer, spec: StepSpec, inputs: Inputs, z: Tensor, seeds: T
     from lineate.kernels.portable.decode import decode
 
     own, scale = mixer.norm, mixer.key_dim**-0.5 if mixer.scale is None else mixer.scale
+    options = Options(
+        spec.rule, scale, True, beta_scale=mixer.beta_scale, raw_decay=True, raw_beta=True,
+        lower_bound=mixer.gate_lower_bound,
+    )  # fmt: skip
+    if spec.rule.general:
+        return _mix_general(mixer, inputs, options, z, Slots(seeds=seeds))
     if len(inputs.q) > token.FEW_ROWS and spec.decay_gate == "speed":
-        options = Options(
-            spec.rule, scale, True, beta_scale=mixer.beta_scale, raw_decay=True, raw_beta=True,
-            lower_bound=mixer.gate_lower_bound,
-        )  # fmt: skip
         output = decode(inputs, Slots(seeds=seeds), options, settled=True)
         return own(output, z.unflatten(-1, (mixer.value_heads, mixer.value_dim))).flatten(2)
     does = token.Token(
@@ -218,6 +233,23 @@ def _mix(mixer: LinearMixer, spec: StepSpec, inputs: Inputs, z: Tensor, seeds: T
         return token.mix(inputs, does, (z, own.weight, own.eps, own.activation == "silu"), skip, seeds)
     output = token.mix(inputs, does, None, skip, seeds)
     return token.norm_groups(output, z, own.weight, groups=own.groups, eps=own.eps, gate_first=own.gate_first)
+
+
+def _mix_general(mixer: LinearMixer, inputs: Inputs, options: Options, z: Tensor, where: Slots) -> Tensor:
+    """Return norm(o) act(z) of one token a row of a rule of the general row, as _mix does."""
+    from lineate.kernels.layers import token  # triton, at its first use
+    from lineate.kernels.portable.decode_general import GatedNorm, decode_general
+
+    own, norm = mixer.norm, None
+    if not isinstance(own, GroupedGatedNorm) and len(z) <= token.FEW_ROWS:
+        norm = GatedNorm(z, own.weight, own.eps, own.activation == "silu")
+    output = decode_general(inputs, where, options, settled=True, logits=True, norm=norm)
+    if norm is not None:
+        return output.flatten(2)
+    if isinstance(own, GroupedGatedNorm):
+        x = output.flatten(2)
+        return token.norm_groups(x, z, own.weight, groups=own.groups, eps=own.eps, gate_first=own.gate_first)
+    return own(output, z.unflatten(-1, (mixer.value_heads, mixer.value_dim))).flatten(2)
 
 
 def _attention_step(

@@ -298,6 +298,8 @@ def _frequencies(dim: int, theta: float) -> Tensor:
 def _rule_part(mixer: LinearMixer, spec: StepSpec, hidden: int) -> tuple[Part, list[nn.Module]]:
     if max(mixer.key_dim, mixer.memory_columns) > native.WIDEST_HEAD or mixer.scale not in (None, 1):
         raise _Unfit
+    if spec.rule.general:
+        raise _Unfit
     keys, values = mixer.value_heads * mixer.key_dim, mixer.value_heads * mixer.value_dim
     decays = keys if spec.decay == "channel" else mixer.value_heads
     part = Part(

@@ -1,11 +1,12 @@
 """The decoding step of a mixer with a fixed-size memory, as data that is declared once, in the mixer's row.
 
     q | k | v | columns = in_proj(x)                   q | k | v = silu(conv(q | k | v))
-    S' = Diag(decay) S                                 r = beta (v - S'^T k), or v
+    S' = Diag(decay) S                                 r = beta (v - S'^T k), or v, or that of another rule
     S  = S' + k r^T                                    o = scale S^T q
     y  = out_proj(norm(o + D v) * act(gate))
 
-The step in C on a CPU (native.py) and the step in few launches on a GPU (launches.py) read it.
+The step in C on a CPU (native.py) and the step in few launches on a GPU (launches.py) read it. Rules of the general
+row have no step in C.
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,11 @@ from torch import nn
 
 from lineate.rule import DecayShape, Rule
 
-Column = Literal["gate", "decay", "write"]
-"""The outputs of in_proj after q | k | v: the output gate, the raw decay, the logit of beta."""
+Column = Literal["gate", "decay", "write", "erase"]
+"""The outputs of in_proj after q | k | v: the output gate, the raw decay, and the logits of beta, or of the gates write
+and erase of gated_delta_rule_2."""
+_COLUMNS: dict[str, Column] = {"log_decay": "decay", "beta": "write", "write": "write", "erase": "erase"}
+"""The columns by the gates of rules, which are made from them."""
 Features = Literal["plain", "unit", "map"]
 """How the rule uses q and k: unchanged, with norm 1, or through the mixer's `feature_map`."""
 DecayGate = Literal["none", "speed", "sigmoid", "step"]
@@ -61,8 +65,13 @@ class StepSpec:
     grouped: bool = False
 
     def describes(self, mixer: nn.Module) -> bool:
-        """Whether this is what one token of a mixer computes: one of the class, without a rate that depends on keys."""
-        return type(mixer) is self.mixer and getattr(mixer, "rate", "beta") == "beta"
+        """Whether this is what one token of a mixer computes.
+
+        That is one of the class, with these columns, and without a rate that depends on keys.
+        """
+        if type(mixer) is not self.mixer or getattr(mixer, "rate", "beta") != "beta":
+            return False
+        return len(getattr(mixer, "gates", self.columns)) == len(self.columns)
 
     def __post_init__(self) -> None:
         """Raise unless the columns are those that the rule reads."""
@@ -70,7 +79,12 @@ class StepSpec:
             raise ValueError(
                 f"decay must be one of {', '.join(self.rule.decays)} with {self.rule.name}, got {self.decay!r}"
             )
-        wanted = {"gate", *(("write",) if self.rule.corrects else ()), *(("decay",) if self.decay != "none" else ())}
+        if unknown := [name for name in self.rule.gates if name not in _COLUMNS]:
+            raise ValueError(
+                f"rule must have gates that are columns of in_proj, got {self.rule.name} with {', '.join(unknown)}; "
+                "leave step=None"
+            )
+        wanted = {"gate", *(_COLUMNS[x] for x in self.rule.gates if x != "log_decay" or self.decay != "none")}
         if set(self.columns) != wanted or len(self.columns) != len(wanted):
             raise ValueError(
                 f"columns must have each of {', '.join(sorted(wanted))} once with {self.rule.name} and decay "

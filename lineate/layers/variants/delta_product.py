@@ -20,6 +20,7 @@ from lineate.layers.linear import LINEAR_SHARD, init_decay
 from lineate.layers.mamba2 import GroupedGatedNorm
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.registry import Look, MixerKind, register
+from lineate.layers.step.spec import StepSpec
 from lineate.parallel.tensor.shards import Cut, Part
 from lineate.rule import GATED_DELTA_PRODUCT, compute_dtype, decay_of_gate
 from lineate.torch_ops.elementwise import elementwise
@@ -172,5 +173,9 @@ DELTA_PRODUCT_KIND = register(
         make=GatedDeltaProduct.from_config,
         look=Look("#332288", "P", (0, (5, 2))),
         shard=LINEAR_SHARD,
+        step=StepSpec(
+            GatedDeltaProduct, GATED_DELTA_PRODUCT, ("gate", "write", "decay"), features="unit", decay="head",
+            decay_gate="speed",
+        ),
     )
-)
+)  # fmt: skip

@@ -15,6 +15,7 @@ from lineate.layers.linear import LINEAR_SHARD, init_decay
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.projection import project
 from lineate.layers.registry import Look, MixerKind, register
+from lineate.layers.step.spec import StepSpec
 from lineate.rule import GATED_DELTA_2, compute_dtype, decay_of_gate
 from lineate.torch_ops.elementwise import elementwise
 
@@ -108,5 +109,9 @@ GATED_DELTA_2_KIND = register(
         make=GatedDeltaNet2.from_config,
         look=Look("#117733", "X", (0, (1, 1))),
         shard=LINEAR_SHARD,
+        step=StepSpec(
+            GatedDeltaNet2, GATED_DELTA_2, ("decay", "gate", "erase", "write"), features="unit", decay="channel",
+            decay_gate="speed", low_rank=("decay", "gate"),
+        ),
     )
-)
+)  # fmt: skip
