@@ -21,12 +21,15 @@ def link(LINK: gl.constexpr):
 
 
 @gluon.jit
-def overlap():
-    """Let the next launch begin, and wait for the previous one (launching.overlapping)."""
+def overlap(LATE: gl.constexpr = False):
+    """Let the next launch begin, and wait for the previous one (launching.overlapping); LATE: wait first."""
+    if LATE:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    if not LATE:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -195,15 +195,16 @@ def multiply_quantised_rows(
     N: gl.constexpr, K: gl.constexpr, R: gl.constexpr, ONE: gl.constexpr, BITS: gl.constexpr, FP8: gl.constexpr,
     C: gl.constexpr, WK: gl.constexpr, WM: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, SHIFT: gl.constexpr,
     GATED: gl.constexpr, EVERY: gl.constexpr, EXPERTS: gl.constexpr, CHANNELS: gl.constexpr, SIZE: gl.constexpr,
-    OVERLAP: gl.constexpr, num_warps: gl.constexpr,
+    OVERLAP: gl.constexpr, LATE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """32 WM channels of y `rows N` (GATED: 16 WM; SPLIT > 1: of one part of it, float32 `SPLIT rows N`).
 
     codes are words of 4 bytes; operations whose argument is None are skipped. ONE: there is one row, which may have a
     norm. experts, with ONE: row i of y is that of row i / EVERY of x and of weight experts[i] of many. With members
     `blocks R` instead: those are the rows i of block b, all of weight experts[b], and -1 is none; a block of expert -1
-    has none. Expert EXPERTS has the codes own_codes and own_scales, if they are given. The first CHANNELS channels are
-    convolved with taps `CHANNELS SIZE` after past `rows CHANNELS SIZE-1`.
+    has none. Expert EXPERTS has the codes own_codes and own_scales, if they are given. LATE: the next launch may read
+    what the one before this has written. The first CHANNELS channels are convolved with taps `CHANNELS SIZE` after past
+    `rows CHANNELS SIZE-1`.
     """
     gl.static_assert(num_warps == WK * WM)
     G: gl.constexpr = K // 32
@@ -228,7 +229,7 @@ def multiply_quantised_rows(
     if experts is not None:
         pair = gl.program_id(1)
         if OVERLAP:
-            overlap()
+            overlap(LATE)
         expert = gl.load(experts + pair).to(gl.int64)
         if members is not None:
             if expert < 0:

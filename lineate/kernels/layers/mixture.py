@@ -9,9 +9,9 @@
 | more | blocks of more pairs | likewise; experts are decoded, some at a time |
 
 Torch runs more than FEW rows of float32. Up to FEW rows, a row's bits do not depend on the other rows nor on their
-number, except that one row of dense weights has a second product of its own (experts.leave_row), as it has in the other
-products of a step. With more rows they do not depend on the other rows, as long as the number of rows selects the same
-configuration.
+number, except that one row has a second product of its own (experts.leave_row, quantised.leave_quantised_row), as it
+has in the other products of a step. With more rows they do not depend on the other rows, as long as the number of rows
+selects the same configuration.
 """
 
 from collections.abc import Iterator
@@ -169,7 +169,7 @@ def mix(
     tokens = tokens.contiguous()
     y = torch.empty_like(tokens)
     shared, residual = (None if x is None else x.contiguous() for x in (shared, residual))
-    alone = len(tokens) <= ALONE and shared is None and takes_row(made, router.routing.active)
+    alone = len(tokens) <= ALONE and shared is None and takes_row(tokens, made, router.routing.active)
     if residual is not None and norm is not None and not alone:
         return residual + mix(tokens, router, made, norm=norm)
     own = residual is tokens  # the launches are recorded by the addresses of `given`, which must differ
@@ -197,17 +197,21 @@ def mix(
     return y
 
 
-def takes_row(made: Experts, active: int) -> bool:
+def takes_row(tokens: Tensor, made: Experts, active: int) -> bool:
     """Whether the products of one row are two launches, the sum and a residual included."""
-    if not isinstance(made.down, Tensor):
-        return False
-    return experts.rows_of_leave(made.down, active + (made.shared is not None)) > 0
+    pairs = active + (made.shared is not None)
+    if isinstance(made.down, Codes):
+        return quantised_products.takes_row(tokens, made.down, pairs)
+    return experts.rows_of_leave(made.down, pairs) > 0
 
 
 def _product_of_one(
     tokens: Tensor, chosen: Tensor, weights: Tensor, made: Experts, y: Tensor, residual: Tensor | None
 ) -> None:
     """Write the sum of the chosen experts of one row into y."""
+    if isinstance(made.down, Codes):
+        _coded_product_of_one(tokens, chosen, weights, made, y, residual)
+        return
     assert isinstance(made.gate_up, Tensor) and isinstance(made.down, Tensor)
     width, count, n = chosen.shape[1], len(made.gate_up), made.down.shape[2]
     enter, leave = (None, None) if made.shared is None else made.shared
@@ -216,6 +220,20 @@ def _product_of_one(
     first = Weights(made.gate_up, enter, made.kind)  # type: ignore[arg-type]
     experts.multiply(tokens, first, groups, hidden, every=width, tile=tile, late=True)
     experts.leave_one(hidden, Weights(made.down, leave, None), chosen, weights, y, residual)  # type: ignore[arg-type]
+
+
+def _coded_product_of_one(
+    tokens: Tensor, chosen: Tensor, weights: Tensor, made: Experts, y: Tensor, residual: Tensor | None
+) -> None:
+    """The same of experts whose weights are in codes."""
+    assert isinstance(made.gate_up, Codes) and isinstance(made.down, Codes)
+    gated = made.kind == "swiglu" and quantised_products.takes_gate(made.gate_up)
+    enter, leave = (None, None) if made.shared is None else made.shared
+    pairs = quantised_products.Pairs(chosen.view(-1), chosen.shape[1], None, enter)  # type: ignore[arg-type]
+    hidden = quantised_products.multiply_experts(tokens, made.gate_up, pairs, gated=gated, late=True)
+    if not gated:
+        hidden = experts.activate(hidden, made.kind)
+    quantised_products.leave_one(hidden, made.down, leave, chosen, weights, y, residual)  # type: ignore[arg-type]
 
 
 def _tensors(weight: Weight) -> tuple[Tensor, ...]:

@@ -183,6 +183,68 @@ def _decoded(codes, scales, tile, r, c, mask, K: tl.constexpr, BITS: tl.constexp
         return (code - (1 << (BITS - 1))).to(tl.float32) * factor
 
 
+@triton.jit
+def leave_quantised_row(
+    hidden, codes, scales, own_codes, own_scales, chosen, weights, residual, y,
+    N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr, BG: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """16 channels of one row y `N`: the sum over pairs of weights `PAIRS` times hidden `PAIRS K` weight_e^T.
+
+    chosen `PAIRS` names each pair's expert e; EXPERTS is the one with own_codes, if there are any. codes are words of
+    `experts N K`. With residual `N`, that is added to the sum, which is rounded before. All but hidden was written
+    before the previous launch went on (LATE), so codes are loaded while that one runs.
+    """
+    TILES: tl.constexpr = (N + 15) // 16
+    WORDS: tl.constexpr = K // 2 * BITS  # of a tile
+    SCALES: tl.constexpr = (K + 127) // 128 * 16 if FP8 else K // 2
+    COLUMNS: tl.constexpr = 128 if FP8 else 32  # of a scale
+    EACH: tl.constexpr = 32 if FP8 else BITS  # words of a row that share it
+    tile = tl.program_id(0)
+    g = tl.arange(0, BG)[:, None, None]
+    w = tl.arange(0, EACH)[None, :, None]
+    r = tl.arange(0, 16)[None, None, :]
+    has = g * EACH + w < K // 32 * BITS
+    n = tile * 16 + tl.arange(0, 16)
+    if OVERLAP:
+        gdc_launch_dependents()
+    names = ()
+    amounts = ()
+    for i in tl.static_range(PAIRS):
+        names += (tl.load(chosen + i, cache_modifier=".cg"),)  # type: ignore[assignment]
+        amounts += (tl.load(weights + i, cache_modifier=".cg"),)  # type: ignore[assignment]
+    if residual is not None:
+        added = tl.load(residual + n, mask=n < N, other=0.0, cache_modifier=".cg").to(tl.float32)
+    tiles = ()
+    factors = ()
+    for i in tl.static_range(PAIRS):
+        place = names[i].to(tl.int64) * TILES + tile  # type: ignore[misc]
+        at = codes + place * WORDS
+        at_scales = scales + place * SCALES
+        if own_codes is not None:
+            at = tl.where(names[i] == EXPERTS, own_codes + tile * WORDS, at)  # type: ignore[misc]
+            at_scales = tl.where(names[i] == EXPERTS, own_scales + tile * SCALES, at_scales)  # type: ignore[misc]
+        tiles += (tl.load(at + (g * EACH + w) * 16 + r, mask=has, other=0),)  # type: ignore[assignment]
+        group = tl.load(at_scales + g * 16 + r, mask=g * COLUMNS < K, other=0.0)
+        factors += (group.to(tl.float32) * amounts[i],)  # type: ignore[misc, assignment]
+    if OVERLAP:
+        gdc_wait()
+    c = g * COLUMNS + w * 4
+    total = tl.zeros((BG, EACH, 16), tl.float32)
+    for i in tl.static_range(PAIRS):
+        sums = tl.zeros((BG, EACH, 16), tl.float32)
+        for j in tl.static_range(4):
+            sums += number_of(tiles[i], 8 * j, BITS, FP8) * _column(hidden + i * K, None, c + j, has, 0)  # type: ignore[misc]
+            if BITS == 4:
+                found = _column(hidden + i * K, None, c + 16 + j, has, 0)
+                sums += number_of(tiles[i], 8 * j + 4, BITS, FP8) * found  # type: ignore[misc]
+        total += sums * factors[i]  # type: ignore[misc]
+    found = tl.sum(tl.sum(total, 1), 0)
+    if residual is not None:
+        found = found.to(y.dtype.element_ty).to(tl.float32) + added
+    tl.store(y + n, found.to(y.dtype.element_ty), mask=n < N)
+
+
 @triton.jit(do_not_specialize=["tile", "rows"])
 def decode_quantised(
     codes, scales, y, tile, rows, K: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, BK: tl.constexpr

@@ -23,6 +23,8 @@ LONGEST_ROW = 2**16  # of one row that fits into shared memory
 MOST_PORTABLE_ROWS = 16
 BLOCK = 2**25
 """Elements of a weight that are decoded at a time for many rows."""
+LEFT, LEFT_WARPS = 640, 8
+"""The most bytes of codes that a thread of leave_quantised_row has in registers, and its warps."""
 SHARED = 113 * 1024
 """Shared memory of a program, of which two fit on a multiprocessor."""
 
@@ -137,7 +139,13 @@ class Pairs(NamedTuple):
 
 
 def multiply_experts(
-    x: Tensor, weight: Codes, pairs: Pairs, *, gated: bool = False, shape: dict[str, int] | None = None
+    x: Tensor,
+    weight: Codes,
+    pairs: Pairs,
+    *,
+    gated: bool = False,
+    shape: dict[str, int] | None = None,
+    late: bool = False,
 ) -> Tensor:
     """Return row i / every of x times weight experts[i], `pairs n`.
 
@@ -147,8 +155,50 @@ def multiply_experts(
         pairs: The experts of the rows.
         gated: Whether the result is silu(first half) * second half, where takes_gate(weight).
         shape: C, WK, WM and STAGES of multiply_quantised_rows; None: those that were measured.
+        late: Whether the next launch reads what the launch before this one wrote, before this one ends; where
+            uses_tensor_cores(x).
     """
-    return _launch(x, weight, (None, None, None, None), gated=gated, pairs=pairs, shape=shape)
+    return _launch(x, weight, (None, None, None, None), gated=gated, pairs=pairs, shape=shape, late=late)
+
+
+def takes_row(x: Tensor, down: Codes, pairs: int) -> bool:
+    """Whether leave_one multiplies these codes of experts: their tiles fit into the registers."""
+    launches = uses_tensor_cores(x) or not is_hopper(
+        x.device
+    )  # multiply_quantised lets the next launch begin too early
+    return launches and pairs * next_power(down.columns // 32) * down.bits * 64 <= LEFT * 32 * LEFT_WARPS
+
+
+def leave_one(
+    hidden: Tensor,
+    down: Codes,
+    shared: Codes | None,
+    chosen: Tensor,
+    amounts: Tensor,
+    y: Tensor,
+    residual: Tensor | None = None,
+) -> None:
+    """Write the weighted sum of one row's pairs times their experts' weights into y `1 n`, where takes_row.
+
+    Args:
+        hidden: `pairs k`, dense.
+        down: `experts n k`.
+        shared: The weight `n k` of one more expert, or None.
+        chosen: The experts of the pairs, `1 pairs`.
+        amounts: The weights of the pairs, `1 pairs`, float32.
+        y: Dense.
+        residual: `1 n`, dense, which is added to the sum.
+    """
+    group = 128 if down.floating else 32
+    with torch.cuda.device_of(y):
+        start(kernels.leave_quantised_row, (ceil_div(down.rows, 16),))(
+            hidden, down.codes.view(torch.int32), down.scales,
+            None if shared is None else shared.codes.view(torch.int32), None if shared is None else shared.scales,
+            chosen, amounts, residual, y,
+            N=down.rows, K=down.columns, BITS=down.bits, FP8=down.floating, EXPERTS=down.codes.shape[0],
+            PAIRS=chosen.numel(), BG=next_power(ceil_div(down.columns, group)), num_warps=LEFT_WARPS,
+            **overlap_options(y.device),
+        )  # fmt: skip
 
 
 def _launch(
@@ -160,6 +210,7 @@ def _launch(
     parts: int = 1,
     pairs: Pairs | None = None,
     shape: dict[str, int] | None = None,
+    late: bool = False,
 ) -> Tensor:
     bias, norm, convolution, residual = around
     n, k, bits = weight.rows // 2 if gated else weight.rows, weight.columns, weight.bits
@@ -192,7 +243,7 @@ def _launch(
             own = None if shared is None else shared.codes.view(torch.int32), None if shared is None else shared.scales
             start(multiply_quantised_rows, (tiles * parts, 1 if blocks is None else blocks.shape[0]))(
                 *tensors, None if groups is None else groups.members, *own, 1 if experts is not None else rows, eps,
-                **shape, SPLIT=parts, EXPERTS=0 if experts is None else weight.codes.shape[0], **constants,
+                **shape, SPLIT=parts, EXPERTS=0 if experts is None else weight.codes.shape[0], LATE=late, **constants,
                 num_warps=warps,
             )  # fmt: skip
         else:
