@@ -10,7 +10,8 @@ result that is waited for):
 
     Qr0 S0  [E]  T E  Qr1 S1  [R]  Kw0 R  P R  Kw1 R  [S0]  next Kr0 S0  [S1]  Kr1 S1  [all]
 
-With a second writer (SECOND) of values U, the products Kw0 U, Kw1 U and P_k U come after Qr1 S1, and R is waited for.
+With a second writer (SECOND) the values U are its own, and E = -(Kr S + M_k U): Kw0 U, Kw1 U and P_k U come after Qr1
+S1, and the next M_k U after Kw1 R.
 
 P is read or, for rules that only accumulate (SCORES), computed here one chunk ahead: the next q k^T is issued after
 Qr S, its P is made while P R and Kw1 R run, and it is stored into one of two tiles.
@@ -59,11 +60,11 @@ from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, LAST, LO
 
 @gluon.jit
 def _places(
-    token, at, column_q, column_k, column_v, column_u,
+    token, at, column_q, column_k, column_v,
     ROWS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, MAP: gl.constexpr, SCORES: gl.constexpr,
     SECOND: gl.constexpr,
 ):  # fmt: skip
-    """Return the coordinates of a chunk's tiles of k, v, factors, q, P, T, w, and of a second w, v and P."""
+    """Return the coordinates of a chunk's tiles of k, v, factors, q, P, T, w, and of a second w, M and P."""
     places = ((token, column_k), (token, column_v), (at * ROWS, 0))
     if not MAP:
         places += ((token, column_q),)
@@ -74,7 +75,7 @@ def _places(
     if CHANNEL and CORRECTS:
         places += ((token, column_k),)
     if SECOND:
-        places += ((token, column_k), (token, column_u))
+        places += ((token, column_k), (at * 64, 0))
         if not MAP:
             places += ((at * 64, 0),)
     return places
@@ -113,6 +114,13 @@ def _values(kept_v, stage, valued, layout: gl.constexpr):
 
 
 @gluon.jit
+def _second_values(kept_v, ready_v, stage, phase, there, left: gl.constexpr):
+    """Wait for the values of a second writer; return them as a left operand [BV, 64]."""
+    mbarrier.wait(ready_v.index(stage), phase, pred=there)
+    return kept_v.index(stage).permute([1, 0]).load(left)
+
+
+@gluon.jit
 def _ask(kept_q, kept_k, stage, layout: gl.constexpr):
     """Start q k^T of a chunk; the caller waits for it."""
     none = gl.zeros([64, 64], gl.float32, layout)
@@ -141,7 +149,7 @@ def _score(QK, kept_factors, stage, scale, zero, layout: gl.constexpr, GATED: gl
 @gluon.jit
 def _copy_tiles(
     sources, kept, ready, done, free, made, output, states, written, entering, token, at, count,
-    column_q, column_k, column_v, column_u, column_o, first,
+    column_q, column_k, column_v, column_o, first,
     HV: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr,
     CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr, SCORES: gl.constexpr,
     SECOND: gl.constexpr,
@@ -154,7 +162,7 @@ def _copy_tiles(
     """
     for s in gl.static_range(STAGES):
         places = _places(
-            token + s * 64, at + s * HV, column_q, column_k, column_v, column_u, ROWS, CHANNEL, CORRECTS, MAP, SCORES,
+            token + s * 64, at + s * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP, SCORES,
             SECOND,
         )  # fmt: skip
         await_mark(made, at + s * HV, s < count)
@@ -167,7 +175,7 @@ def _copy_tiles(
         await_mark(made, at + STAGES * HV, there)  # (here, because the load takes a while)
         mbarrier.wait(done.index(stage), phase)
         places = _places(
-            token + STAGES * 64, at + STAGES * HV, column_q, column_k, column_v, column_u, ROWS, CHANNEL, CORRECTS, MAP,
+            token + STAGES * 64, at + STAGES * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP,
             SCORES, SECOND,
         )  # fmt: skip
         if KEEP and SECOND:
@@ -203,7 +211,7 @@ def _copy_tiles(
 @gluon.jit
 def _walk(
     kept_q, ready_q, kept_k, ready_k, kept_w, ready_w, kept_v, ready_v, kept_P, ready_P, kept_T, ready_T, kept_factors,
-    ready_factors, kept_w2, ready_w2, kept_u, ready_u, kept_P2, ready_P2, apart, done, free, written, entering, start,
+    ready_factors, kept_w2, ready_w2, kept_M2, ready_M2, kept_P2, ready_P2, apart, done, free, written, entering, start,
     out, final, token, count, rows, known, ends, first, column_o, scale,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
     CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr, SCORES: gl.constexpr,
@@ -211,7 +219,7 @@ def _walk(
 ):  # fmt: skip
     """Walk over the chunks. start, final: the positions of the state of these columns before and after.
 
-    kept_w2, kept_u, kept_P2: Kw, values and P of a second writer.
+    kept_w2, kept_M2, kept_P2: Kw, M and P of a second writer.
     """
     H: gl.constexpr = K // 64
     dtype: gl.constexpr = kept_k.dtype
@@ -246,7 +254,6 @@ def _walk(
             trim(kept_w, ready_w, 0, 0, rows)
         if SECOND:
             trim(kept_w2, ready_w2, 0, 0, rows)
-            trim(kept_u, ready_u, 0, 0, rows)
         fence_async_shared()
         barrier()
     if CORRECTS:
@@ -256,9 +263,14 @@ def _walk(
             KS = warpgroup_mma(held1, half(kept_k, 0, 64).permute([1, 0]), KS, is_async=True)
         if MAP:  # (otherwise ptxas, which knows S here, waits after every product)
             KS = warpgroup_mma_wait(0, deps=(KS,))
-        goal, rate = _compare(
-            kept_v, ready_v, kept_factors, ready_factors, 0, 0, count > 0, valued, acc, H, CHANNEL
-        )  # fmt: skip
+        if SECOND:
+            U = _second_values(kept_v, ready_v, 0, 0, count > 0, left)
+            mbarrier.wait(ready_M2.index(0), 0, pred=count > 0)
+            KS = warpgroup_mma(U, kept_M2.index(0).permute([1, 0]), KS, is_async=True)
+        else:
+            goal, rate = _compare(
+                kept_v, ready_v, kept_factors, ready_factors, 0, 0, count > 0, valued, acc, H, CHANNEL
+            )  # fmt: skip
         mbarrier.wait(ready_T.index(0), 0, pred=count > 0)
         KS = warpgroup_mma_wait(0, deps=(KS,))
     if not MAP:
@@ -283,14 +295,16 @@ def _walk(
                 trim(kept_w, ready_w, upcoming, turn, rows)
             if SECOND:
                 trim(kept_w2, ready_w2, upcoming, turn, rows)
-                trim(kept_u, ready_u, upcoming, turn, rows)
             fence_async_shared()
             barrier()
         # No product is in flight (ptxas would wait for it anyway); registers hold S, its halves in 16 bits and Kr S.
         if not MAP:
             QS = warpgroup_mma(held0, half(kept_q, stage, 0).permute([1, 0]), none, use_acc=False, is_async=True)
         if CORRECTS:
-            E = gl.convert_layout((goal - KS * rate).to(dtype), left)
+            if SECOND:
+                E = gl.convert_layout((KS * -1.0).to(dtype), left)
+            else:
+                E = gl.convert_layout((goal - KS * rate).to(dtype), left)
             Rt = warpgroup_mma(E, kept_T.index(stage).permute([1, 0]), none, use_acc=False, is_async=True)
         else:
             mbarrier.wait(ready_factors.index(stage), phase)
@@ -310,6 +324,8 @@ def _walk(
             _keep(entering, stage, held0, held1, acc, H)
         elif KEEP and OUTS == 2:  # with one buffer, the previous store must finish first
             _keep(entering, out_stage, held0, held1, acc, H)
+        if SECOND:
+            mbarrier.wait(ready_factors.index(stage), phase)
         if CHANNEL:
             S0 = S0 * factor(kept_factors, stage, 0, acc)
             if H == 2:
@@ -321,10 +337,6 @@ def _walk(
         if not CHANNEL:
             write = factor(kept_factors, stage, WRITE, acc)
         if SECOND:
-            mbarrier.wait(ready_u.index(stage), phase)
-            U = kept_u.index(stage).permute([1, 0]).load(left)
-            if MAP:
-                U = gl.where(valued, U, gl.zeros([BV, 64], dtype, left))
             mbarrier.wait(ready_w2.index(stage), phase)
             S0 = warpgroup_mma(U, half(kept_w2, stage, 0), S0, is_async=True)
             if H == 2:
@@ -354,6 +366,9 @@ def _walk(
                 read = factor(kept_factors, stage, READ_Q, acc)
             if SCORES:
                 QS, QK, S0 = warpgroup_mma_wait(1, deps=(QS, QK, S0))
+            elif SECOND:
+                mbarrier.wait(ready_P.index(stage), phase)
+                QS, S0, S1 = warpgroup_mma_wait(1, deps=(QS, S0, S1))
             else:
                 mbarrier.wait(ready_P.index(stage), phase)
                 QS, S0 = warpgroup_mma_wait(1, deps=(QS, S0))
@@ -365,7 +380,11 @@ def _walk(
         if SCORES:  # of the next chunk, while these products run
             mbarrier.wait(ready_factors.index(upcoming), turn, pred=more)
             made = _score(QK, kept_factors, upcoming, scale, n >> 28, square, GATED)
-        if CORRECTS:
+        if SECOND:
+            U = _second_values(kept_v, ready_v, upcoming, turn, more, left)
+            mbarrier.wait(ready_M2.index(upcoming), turn, pred=more)
+            KS = warpgroup_mma(U, kept_M2.index(upcoming).permute([1, 0]), none, use_acc=False, is_async=True)
+        elif CORRECTS:
             goal, rate = _compare(
                 kept_v, ready_v, kept_factors, ready_factors, upcoming, turn, more, valued, acc, H, CHANNEL
             )  # fmt: skip
@@ -373,7 +392,11 @@ def _walk(
             mbarrier.wait(free.index(0), (n - 1) & 1, pred=n > 0)
         if SCORES:
             kept_P.index((n + 1) % 2).store(made)
-        if MAP:
+        if SECOND and MAP:
+            S0, S1, KS = warpgroup_mma_wait(H, deps=(S0, S1, KS))
+        elif SECOND:
+            S0, QS, S1, KS = warpgroup_mma_wait(H, deps=(S0, QS, S1, KS))
+        elif MAP:
             S0, S1 = warpgroup_mma_wait(H - 1, deps=(S0, S1))
         elif H == 2:
             S0, QS, S1 = warpgroup_mma_wait(1, deps=(S0, QS, S1))
@@ -386,7 +409,9 @@ def _walk(
             mbarrier.wait(apart, 1)
         elif CORRECTS:
             mbarrier.wait(ready_k.index(upcoming), turn, pred=more)
-        if CORRECTS:
+        if SECOND:
+            KS = warpgroup_mma(held0, half(kept_k, upcoming, 0).permute([1, 0]), KS, is_async=True)
+        elif CORRECTS:
             KS = warpgroup_mma(held0, half(kept_k, upcoming, 0).permute([1, 0]), none, use_acc=False, is_async=True)
         if not MAP:
             O = QS.to(dtype)
@@ -431,8 +456,8 @@ def _walk(
 
 @gluon.jit(do_not_specialize=["t", "lasts", "segments"])
 def forward_state(
-    q, k, w, v, P, T, factors, made, output, states, second_w, second_v, second_P, outer, inner, final, out,
-    bounds, first_slots, first_cuts, cut_texts, t, lasts, segments, head_q, head_k, head_v, head_second, scale,
+    q, k, w, v, P, T, factors, made, output, states, second_w, second_M, second_P, outer, inner, final, out,
+    bounds, first_slots, first_cuts, cut_texts, t, lasts, segments, head_q, head_k, head_v, scale,
     HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr,
     PACKED: gl.constexpr, SCORES: gl.constexpr, GATED: gl.constexpr, LINK: gl.constexpr,
@@ -444,7 +469,7 @@ def forward_state(
     Kr, Qr, Kw; without CORRECTS nothing reads with k, and k is Kw. MAP, as in state.py, reads neither q nor P.
     SCORES: P is not read (its descriptor gives the layout) but computed from q, k and, if GATED, the factors.
     made `slot hv`: head_scores runs in parallel, and sets a 1 for each chunk whose P and T are written.
-    second_w, second_v, second_P: descriptors of Kw, the values and P of a second writer, or None.
+    second_w, second_M, second_P: descriptors of Kw, M and P of a second writer, or None; its values are v.
     """
     SECOND: gl.constexpr = second_w is not None
     gl.static_assert(not SECOND or (CHANNEL and CORRECTS and BV == 64))
@@ -477,13 +502,8 @@ def forward_state(
     column_q = key_head * head_q
     column_k = key_head * head_k
     column_v = head * head_v + first
-    column_u = column_v
-    if SECOND:
-        column_u = head * head_second + first
-        if MAP:
-            column_u = gl.where(first < V, column_u, 0)
-    if MAP:
-        column_v = gl.where(first < V, column_v, 0)
+    if MAP:  # (outside of v, a copy writes zeros)
+        column_v = gl.where(first < V, column_v, v.shape[1] if SECOND else 0)
     column_o = head * V + first
     token = start + begin * 64  # first token of the current chunk
     at = (slot + begin) * HV + head
@@ -529,13 +549,13 @@ def forward_state(
         sources += (w,)
         kept += (kept_w,)
         ready += (ready_w,)
-    kept_w2, ready_w2, kept_u, ready_u, kept_P2, ready_P2 = kept_k, ready_k, kept_k, ready_k, kept_k, ready_k
+    kept_w2, ready_w2, kept_M2, ready_M2, kept_P2, ready_P2 = kept_k, ready_k, kept_k, ready_k, kept_k, ready_k
     if SECOND:
         kept_w2, ready_w2 = make_ring(second_w, STAGES)
-        kept_u, ready_u = make_ring(second_v, STAGES)
-        sources += (second_w, second_v)
-        kept += (kept_w2, kept_u)
-        ready += (ready_w2, ready_u)
+        kept_M2, ready_M2 = make_ring(second_M, STAGES)
+        sources += (second_w, second_M)
+        kept += (kept_w2, kept_M2)
+        ready += (ready_w2, ready_M2)
         if not MAP:
             kept_P2, ready_P2 = make_ring(second_P, STAGES)
             sources += (second_P,)
@@ -554,13 +574,13 @@ def forward_state(
         [
             (_walk, (
                 kept_q, ready_q, kept_k, ready_k, kept_w, ready_w, kept_v, ready_v, kept_P, ready_P, kept_T, ready_T,
-                kept_factors, ready_factors, kept_w2, ready_w2, kept_u, ready_u, kept_P2, ready_P2, apart, done, free,
+                kept_factors, ready_factors, kept_w2, ready_w2, kept_M2, ready_M2, kept_P2, ready_P2, apart, done, free,
                 written, entering, starts, out, final_at, token, count, rows, segment == 0, ends, first, column_o,
                 scale, HV, K, V, BV, STAGES, OUTS, CHANNEL, CORRECTS, KEEP, MAP, SCORES, GATED, SECOND, num_warps,
             )),
             (_copy_tiles, (
                 sources, kept, ready, done, free, made, output, states, written, entering, token, at, count, column_q,
-                column_k, column_v, column_u, column_o, first, HV, V, STAGES, OUTS, ROWS, CHANNEL, CORRECTS, KEEP, MAP,
+                column_k, column_v, column_o, first, HV, V, STAGES, OUTS, ROWS, CHANNEL, CORRECTS, KEEP, MAP,
                 SCORES, SECOND,
             )),
         ],
