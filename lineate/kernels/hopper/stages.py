@@ -170,9 +170,7 @@ def _takes_call(call: Call) -> bool:
 
 
 def _takes_channel(call: Call) -> bool:
-    """Whether the Gluon scores and gradients for decay per channel support a call that the walks support.
-
-    """
+    """Whether the Gluon scores and gradients for decay per channel support a call that the walks support."""
     decay = call.gates.log_decay
     own = (call.gates.probe, call.gates.direction) if call.gates.compared == "probe" else ()
     return (
