@@ -51,7 +51,7 @@ class InWalk(Enum):
 
 
 class Second(NamedTuple):
-    """The second writer of a call, whose values do not depend on the state; what is erased is the first."""
+    """The second writer of a call, the key; its values are those of the call. What is erased is the first."""
 
     w: Tensor
     """Kw."""
@@ -59,8 +59,6 @@ class Second(NamedTuple):
     """`slot hv c c`."""
     M: Tensor
     """`slot hv c c`."""
-    values: Tensor
-    """-M U, `token hv v`: the values of the first writer, of which its solve makes what is erased, with the sign -."""
     norms: Tensor | None = None
     """`slot hv 2 c`, as Prepared.norms; those of the first writer have 1 in place of 1 / |k_i|."""
 

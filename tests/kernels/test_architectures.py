@@ -190,14 +190,17 @@ def test_hopper_launches_its_own_kernels(row, launches):
 
 GENERAL = {
     GATED_DELTA_2: [["channel_scores", "forward_state"], ["channel_scores", "backward_state", "channel_gradients"]],
-    DIAGONAL_PLUS_LOW_RANK: [[], ["backward_state"]],
+    DIAGONAL_PLUS_LOW_RANK: [
+        ["channel_scores", "channel_scores", "forward_state"],
+        ["channel_scores", "channel_scores", "backward_state", "channel_gradients", "channel_gradients"],
+    ],
     GATED_DELTA_PRODUCT: [["head_scores", "forward_state"], ["head_scores", "backward_state", "head_gradients"]],
 }
 
 
 @pytest.mark.parametrize("rule", GENERAL, ids=lambda rule: rule.name)
-def test_hopper_runs_the_general_row_in_the_walks_that_are_the_same(rule, launches, monkeypatch):
-    """With a probe of its own, scores and gradients are portable, and so is the forward walk with a second writer."""
+def test_hopper_runs_the_general_row_in_kernels_of_the_five_rules(rule, launches, monkeypatch):
+    """With a direction of its own, scores and gradients have a second launch, for the key that is written."""
     calls, general = importlib.import_module("lineate.call"), importlib.import_module("lineate.kernels.general")
     monkeypatch.setattr(general, "start", launches.start)
     options = calls.Options(rule, 1.0)

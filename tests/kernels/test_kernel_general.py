@@ -63,6 +63,7 @@ def check(
 def shapes() -> list[object]:
     cpu = [Shape(2, 1, 1, 3, 7, 4), Shape(1, 65, 1, 2, 12, 20), Shape(1, 197, 1, 1, 16, 5)]
     gpu = [Shape(2, t, 1, 2, 48, 40) for t in (1, 63, 64, 65, 197)] + [MODEL, Shape(2, 130, 1, 2, 64, 64)]
+    gpu += [Shape(1, 590, 1, 2, 128, 128), Shape(1, 330, 2, 2, 64, 128)]  # walks with all of their buffers in turns
     gpu += [Shape(1, 65, 1, 1, 256, 256), Shape(1, 65, 2, 2, 33, 66)]
     return [param(INTERPRETER, x) for x in cpu] + [param(path, x) for path in GPU for x in gpu]
 
@@ -93,7 +94,7 @@ def test_normalize_qk(rule, decay, n, path):
 @pytest.mark.parametrize("special", ["resets", "near 2", "weak"])
 @all_cases
 def test_special_inputs(rule, decay, n, special, path):
-    """Resets in a row, gates near 2 with keys of unit length, and decays that almost vanish."""
+    """Resets in a row, gates near 2 with keys of unit length (or repeated probes), and decays that almost vanish."""
     inputs = given(rule, decay, n, path, sized(path, n))
     if special == "resets" and decay != "none":
         inputs["log_decay"][:, 3::5] = -torch.inf
@@ -102,6 +103,9 @@ def test_special_inputs(rule, decay, n, special, path):
     if special == "near 2":
         for name in {"erase", "beta"} & set(inputs):
             inputs[name].fill_(1.99)
+        if "probe" in inputs:
+            inputs["probe"][:, 1::2] = inputs["probe"][:, : inputs["probe"].shape[1] // 2 * 2 : 2]
+            inputs["direction"] = 1.99 * inputs["probe"]
     if special == "weak" and decay != "none":
         inputs["log_decay"].fill_(-1e-12)
     check(rule, decay, inputs, path, special)
@@ -230,6 +234,17 @@ def test_bits(rule, decay, n, path):
         past = {name: x.cpu()[:, :position] for name, x in zip(leaves, grads, strict=True) if name != "state"}
         results.append(Result(output.detach().cpu(), torch.zeros(()), past))
     assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("path", [param(BF16)])
+@all_cases
+def test_rows_that_fill_the_device(rule, decay, n, path):
+    """A row has the same bits alone and among others, where each program of a launch computes several chunks."""
+    inputs = given(rule, decay, n, path, Shape(4, 330, 8, 16, 128, 128))
+    case = row(rule, decay)
+    together = row_results(case, inputs, path, [0, 1, 2, 3])
+    for i in (0, 3):
+        assert_same_bits(row_results(case, inputs, path, [i])[0], together[i])
 
 
 @pytest.mark.parametrize("path", GPU_ONLY)

@@ -14,8 +14,8 @@ none of which exceeds 1 except 1 / F:
 
 Rules that only accumulate have no M, T and Kr, because their keys only write. With a probe (COMPARED, as in
 portable/channel.py) e is compared, and e F is in the place of k F wherever keys read: e = erase k, or a vector of its
-own, which what is erased and then the key that is written ("second") meet as k, one launch each. No bound of single rows
-keeps such an inverse small, so rows are wild where it has grown.
+own, which meets as k what is erased, and in a second launch ("second") the key that is written. No bound of single
+rows keeps such an inverse small, so rows are wild where it has grown.
 
 A row whose 1 / F is too large (portable/channel.py: within_block) is wild, as are those that portable/solve.py finds.
 This kernel's results for the rows from the first wild one on are not used: a second launch, of the portable
@@ -222,8 +222,8 @@ def channel_scores(
     """Fill the scores of every chunk: K = 128, bfloat16, PRODUCTS = "fp16". A unit is a slot and one of HV heads.
 
     q, k, g, P, M, T: descriptors of tiles of 64 x 64; g: the gates, of 16 or 32 bits. units: slots HV. M, T, beta and
-    Kr are used only if CORRECTS. KEEP: store the norms, and M of rules without a probe. With a probe `b t hv k` there is
-    no beta. "second": fill only Kw, P and M.
+    Kr are used only if CORRECTS. KEEP: store the norms, and M of rules without a probe. With a probe `b t hv k` there
+    is no beta. "second": fill only Kw, P and M.
     """
     gl.static_assert(CORRECTS or not RAW)
     KR: gl.constexpr = 1 if COMPARED == "probe" else R  # heads of what is erased are value heads

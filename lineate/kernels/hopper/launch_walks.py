@@ -44,7 +44,7 @@ def forward_bytes(call: Call, block: int, stages: int, outs: int, keep: bool, sc
     tiles = K * (3 if channel and corrects else 2) + block + 64 * (corrects + (not scores))
     rows = _box_rows(K, channel)
     if call.gates.direction is not None:  # a second writer, without room for the states that are kept
-        tiles, keep = tiles + K + block + 64, False
+        tiles, keep = tiles + K + 128, False
     made = 2 * 64 * 128 if scores else 0
     return stages * (128 * tiles + 256 * rows) + made + outs * 2 * block * (64 + (K if keep else 0)) + 1536
 
@@ -89,10 +89,9 @@ def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
     t, _, hv, K, V = call.sizes
     q, k, w, v, P, T = ready.q, ready.k, ready.w, call.v, ready.P, ready.T
     sequences, channel, corrects, output, states = call.sequences, call.channel, call.corrects, walk.output, walk.states
-    second, u, more = ready.second, call.v, (None, None, None)
+    second, more = ready.second, (None, None, None)
     if second is not None:
-        v = second.values
-        more = describe_rows(second.w, K), describe_rows(u, 64), describe_squares(second.P)
+        more = describe_rows(second.w, K), describe_squares(second.M), describe_squares(second.P)
     scores = P is None and not walk.map_only
     block = forward_block(call, walk.map_only)
     stages, outs = forward_buffers(call, block, states is not None, scores)
@@ -114,7 +113,7 @@ def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
         output_tiles,
         output_tiles if states is None else describe(states, sequences.slots * hv * V, K, K, [block, K]),
         *more, walk.outer, walk.inner, walk.final, output, *sequences.places(t, walk.map_only),
-        q.stride(2), k.stride(2), v.stride(2), None if second is None else u.stride(2), call.scale,
+        q.stride(2), k.stride(2), v.stride(2), call.scale,
         HV=hv, R=hv // q.shape[2], K=K, V=V, BV=block, STAGES=stages, OUTS=outs,
         CHANNEL=channel, CORRECTS=corrects, KEEP=states is not None, MAP=walk.map_only, PACKED=sequences.packed,
         SCORES=scores, GATED=call.gates.log_decay is not None, num_warps=block // 16,

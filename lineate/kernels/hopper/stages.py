@@ -143,14 +143,14 @@ class HopperStages(PortableStages):
         if not (self.takes_channel and self.call.sizes[4] == 128):
             super().channel_gradients(ready, around, grads)
             return
-        work = portable_gradients.fill_residuals(self.call, ready, around, grads, wild=True)
         if ready.second is not None:
 
-            def fill(part: ChannelWork, second: bool) -> None:
-                launch_gradients.fill_channel_gradients(self.call, ready, around, part, grads, second)
+            def fill(part: ChannelWork, own: Gradients, second: bool) -> None:
+                launch_gradients.fill_channel_gradients(self.call, ready, around, part, own, second)
 
-            launch_second.fill_both_gradients(self.call, ready, around, work, grads, fill)
+            launch_second.fill_both_gradients(self.call, ready, around, grads, fill)
             return
+        work = portable_gradients.fill_residuals(self.call, ready, around, grads, wild=True)
         launch_gradients.fill_channel_gradients(self.call, ready, around, work, grads)
         portable_gradients.fill_channel_gradients(self.call, around, work, grads)
 

@@ -10,12 +10,13 @@ result that is waited for):
 
     Qr0 S0  [E]  T E  Qr1 S1  [R]  Kw0 R  P R  Kw1 R  [S0]  next Kr0 S0  [S1]  Kr1 S1  [all]
 
-With a second writer (SECOND) of values U, the products Kw0 U, Kw1 U and P_k U come after Qr1 S1, and R is waited for.
+With a second writer (SECOND) the values U are its own, and E = -(Kr S + M_k U): Kw0 U, Kw1 U and P_k U come after Qr1
+S1, and the next M_k U after Kw1 R.
 
 P is read or, for rules that only accumulate (SCORES), computed here one chunk ahead: the next q k^T is issued after
 Qr S, its P is made while P R and Kw1 R run, and it is stored into one of two tiles.
 
-Tiles come in through a ring of STAGES buffers. A warp of its own fetches them and stores the results (_copy_tiles),
+Tiles come in through a ring of STAGES buffers. A warp of its own fetches them and stores the results (copy_tiles),
 because a warp that starts a copy waits for 150 cycles, and a chunk has four to nine of them: a third of its time, if
 the warps that multiply had to start them. ptxas allows no product in flight across the loop's end, so the loop ends
 where the next product needs no register of the last.
@@ -26,184 +27,41 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from lineate.kernels.hopper.parts import (
     COPY_REGISTERS,
-    await_mark,
     barrier,
-    between,
-    end_beside,
     entering_state,
-    expect,
     factor,
-    fetch,
     find_segment,
     fresh,
     half,
     link,
     make_ring,
     next_buffer,
-    rates,
-    round_bf16,
     signals,
     text_bounds,
-    times,
     trim,
 )
-from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, LAST, LOG2E, READ_K, READ_Q, WRITE
-
-
-@gluon.jit
-def _places(
-    token, at, column_q, column_k, column_v, column_u,
-    ROWS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, MAP: gl.constexpr, SCORES: gl.constexpr,
-    SECOND: gl.constexpr,
-):  # fmt: skip
-    """Return the coordinates of a chunk's tiles of k, v, factors, q, P, T, w, and of a second w, v and P."""
-    places = ((token, column_k), (token, column_v), (at * ROWS, 0))
-    if not MAP:
-        places += ((token, column_q),)
-        if not SCORES:
-            places += ((at * 64, 0),)
-    if CORRECTS:
-        places += ((at * 64, 0),)
-    if CHANNEL and CORRECTS:
-        places += ((token, column_k),)
-    if SECOND:
-        places += ((token, column_k), (token, column_u))
-        if not MAP:
-            places += ((at * 64, 0),)
-    return places
-
-
-@gluon.jit
-def _keep(entering, stage, held0, held1, layout: gl.constexpr, H: gl.constexpr):
-    """Write the state that entered a chunk to shared memory, to be stored."""
-    half(entering, stage, 0).store(gl.convert_layout(held0, layout))
-    if H == 2:
-        half(entering, stage, 64).store(gl.convert_layout(held1, layout))
-
-
-@gluon.jit
-def _compare(
-    kept_v, ready_v, kept_factors, ready_factors, stage, phase, there, valued,
-    layout: gl.constexpr, H: gl.constexpr, CHANNEL: gl.constexpr,
-):  # fmt: skip
-    """Wait for values and factors; return beta V [BV, 64], 0 unless valued, and the factor of Kr S in beta E."""
-    mbarrier.wait(ready_factors.index(stage), phase, pred=there)
-    beta = factor(kept_factors, stage, H if CHANNEL else BETA, layout)
-    rate = beta
-    if not CHANNEL:
-        rate = beta * factor(kept_factors, stage, READ_K, layout)
-    mbarrier.wait(ready_v.index(stage), phase, pred=there)
-    return times(_values(kept_v, stage, valued, layout), beta), rate
-
-
-@gluon.jit
-def _values(kept_v, stage, valued, layout: gl.constexpr):
-    """Return V [BV, 64], or 0 unless valued (None counts as True)."""
-    values = kept_v.index(stage).permute([1, 0]).load(layout).to(gl.float32)
-    if valued is not None:
-        values = gl.where(valued, values, 0.0)
-    return values
-
-
-@gluon.jit
-def _ask(kept_q, kept_k, stage, layout: gl.constexpr):
-    """Start q k^T of a chunk; the caller waits for it."""
-    none = gl.zeros([64, 64], gl.float32, layout)
-    return warpgroup_mma(
-        kept_q.index(stage), kept_k.index(stage).permute([1, 0]), none, use_acc=False, is_async=True
-    )  # fmt: skip
-
-
-@gluon.jit
-def _score(QK, kept_factors, stage, scale, zero, layout: gl.constexpr, GATED: gl.constexpr):
-    """Return P, with the same bits as scores.py.
-
-    zero: 0, which the compiler must not know, or it keeps the mask in registers.
-    """
-    i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] + zero
-    j = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
-    if GATED:
-        fine_j = times(factor(kept_factors, stage, FINE, layout), -LOG2E)
-        fine_i = times(rates(kept_factors, stage, FINE, layout), LOG2E)
-        coarse_i = rates(kept_factors, stage, COARSE, layout)
-        # (entries with j > i are arbitrary)
-        QK = QK * between(coarse_i, factor(kept_factors, stage, COARSE, layout), fine_i, fine_j)
-    return round_bf16(gl.where(i >= j, QK * scale, 0.0))
-
-
-@gluon.jit
-def _copy_tiles(
-    sources, kept, ready, done, free, made, output, states, written, entering, token, at, count,
-    column_q, column_k, column_v, column_u, column_o, first,
-    HV: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr,
-    CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr, SCORES: gl.constexpr,
-    SECOND: gl.constexpr,
-):  # fmt: skip
-    """Fetch the tiles of all chunks and store their results.
-
-    done[stage]: the others have read a chunk's tiles, and its results lie in shared memory. free[m]: results have been
-    stored. made: the marks of the chunks whose P and T are written, if head_scores runs in parallel. SECOND: the state
-    that entered a chunk lies in its buffer of k, which is filled again when that has been stored.
-    """
-    for s in gl.static_range(STAGES):
-        places = _places(
-            token + s * 64, at + s * HV, column_q, column_k, column_v, column_u, ROWS, CHANNEL, CORRECTS, MAP, SCORES,
-            SECOND,
-        )  # fmt: skip
-        await_mark(made, at + s * HV, s < count)
-        expect(sources, ready, s, s < count)
-        fetch(sources, kept, ready, places, s, s < count)
-    stage = 0
-    phase = 0
-    for n in range(count):
-        there = n + STAGES < count
-        await_mark(made, at + STAGES * HV, there)  # (here, because the load takes a while)
-        mbarrier.wait(done.index(stage), phase)
-        places = _places(
-            token + STAGES * 64, at + STAGES * HV, column_q, column_k, column_v, column_u, ROWS, CHANNEL, CORRECTS, MAP,
-            SCORES, SECOND,
-        )  # fmt: skip
-        if KEEP and SECOND:
-            tma.async_copy_shared_to_global(states, [at * V + first, 0], entering.index(stage))
-        expect(sources, ready, stage, there)
-        if KEEP and SECOND:
-            for x in gl.static_range(1, len(sources)):
-                tma.async_copy_global_to_shared(
-                    sources[x], places[x], ready[x].index(stage), kept[x].index(stage), pred=there
-                )  # fmt: skip
-        else:
-            fetch(sources, kept, ready, places, stage, there)
-        if not MAP:
-            # (The last chunk may be partial and is stored by the others, so here its store goes outside of the output.)
-            row = gl.where(n + 1 < count, token, output.shape[0])
-            tma.async_copy_shared_to_global(output, [row, column_o], written.index(n % OUTS))
-            if KEEP and SECOND:
-                tma.store_wait(1)
-                tma.async_copy_global_to_shared(
-                    sources[0], places[0], ready[0].index(stage), kept[0].index(stage), pred=there
-                )  # fmt: skip
-            elif KEEP:
-                tma.async_copy_shared_to_global(states, [at * V + first, 0], entering.index(n % OUTS))
-            tma.store_wait((OUTS - 1) * (1 + (KEEP and not SECOND)))
-            mbarrier.arrive(free.index((n + 1) % OUTS), count=1, pred=n + 1 >= OUTS)
-        token += 64
-        at += HV
-        stage, phase = next_buffer(stage, phase, STAGES)
-    tma.store_wait(0)
-    end_beside(made)
+from lineate.kernels.hopper.walk_parts import (
+    compare,
+    copy_tiles,
+    keep,
+    score,
+    second_values,
+    start_scores,
+    values_of,
+)
+from lineate.kernels.portable.gates import FACTORS, LAST, READ_Q, WRITE
 
 
 @gluon.jit
 def _walk(
     kept_q, ready_q, kept_k, ready_k, kept_w, ready_w, kept_v, ready_v, kept_P, ready_P, kept_T, ready_T, kept_factors,
-    ready_factors, kept_w2, ready_w2, kept_u, ready_u, kept_P2, ready_P2, apart, done, free, written, entering, start,
+    ready_factors, kept_w2, ready_w2, kept_M2, ready_M2, kept_P2, ready_P2, apart, done, free, written, entering, start,
     out, final, token, count, rows, known, ends, first, column_o, scale,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
     CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr, SCORES: gl.constexpr,
@@ -211,7 +69,7 @@ def _walk(
 ):  # fmt: skip
     """Walk over the chunks. start, final: the positions of the state of these columns before and after.
 
-    kept_w2, kept_u, kept_P2: Kw, values and P of a second writer.
+    kept_w2, kept_M2, kept_P2: Kw, M and P of a second writer.
     """
     H: gl.constexpr = K // 64
     dtype: gl.constexpr = kept_k.dtype
@@ -246,7 +104,6 @@ def _walk(
             trim(kept_w, ready_w, 0, 0, rows)
         if SECOND:
             trim(kept_w2, ready_w2, 0, 0, rows)
-            trim(kept_u, ready_u, 0, 0, rows)
         fence_async_shared()
         barrier()
     if CORRECTS:
@@ -256,19 +113,24 @@ def _walk(
             KS = warpgroup_mma(held1, half(kept_k, 0, 64).permute([1, 0]), KS, is_async=True)
         if MAP:  # (otherwise ptxas, which knows S here, waits after every product)
             KS = warpgroup_mma_wait(0, deps=(KS,))
-        goal, rate = _compare(
-            kept_v, ready_v, kept_factors, ready_factors, 0, 0, count > 0, valued, acc, H, CHANNEL
-        )  # fmt: skip
+        if SECOND:
+            U = second_values(kept_v, ready_v, 0, 0, count > 0, left)
+            mbarrier.wait(ready_M2.index(0), 0, pred=count > 0)
+            KS = warpgroup_mma(U, kept_M2.index(0).permute([1, 0]), KS, is_async=True)
+        else:
+            goal, rate = compare(
+                kept_v, ready_v, kept_factors, ready_factors, 0, 0, count > 0, valued, acc, H, CHANNEL
+            )  # fmt: skip
         mbarrier.wait(ready_T.index(0), 0, pred=count > 0)
         KS = warpgroup_mma_wait(0, deps=(KS,))
     if not MAP:
         mbarrier.wait(ready_q.index(0), 0, pred=count > 0)
     if SCORES:
         mbarrier.wait(ready_k.index(0), 0, pred=count > 0)
-        QK = _ask(kept_q, kept_k, 0, square)
+        QK = start_scores(kept_q, kept_k, 0, square)
         mbarrier.wait(ready_factors.index(0), 0, pred=count > 0)
         QK = warpgroup_mma_wait(0, deps=(QK,))
-        kept_P.index(0).store(_score(QK, kept_factors, 0, scale, 0, square, GATED))
+        kept_P.index(0).store(score(QK, kept_factors, 0, scale, 0, square, GATED))
         fence_async_shared()
     stage = 0
     phase = 0
@@ -283,33 +145,37 @@ def _walk(
                 trim(kept_w, ready_w, upcoming, turn, rows)
             if SECOND:
                 trim(kept_w2, ready_w2, upcoming, turn, rows)
-                trim(kept_u, ready_u, upcoming, turn, rows)
             fence_async_shared()
             barrier()
         # No product is in flight (ptxas would wait for it anyway); registers hold S, its halves in 16 bits and Kr S.
         if not MAP:
             QS = warpgroup_mma(held0, half(kept_q, stage, 0).permute([1, 0]), none, use_acc=False, is_async=True)
         if CORRECTS:
-            E = gl.convert_layout((goal - KS * rate).to(dtype), left)
+            if SECOND:
+                E = gl.convert_layout((KS * -1.0).to(dtype), left)
+            else:
+                E = gl.convert_layout((goal - KS * rate).to(dtype), left)
             Rt = warpgroup_mma(E, kept_T.index(stage).permute([1, 0]), none, use_acc=False, is_async=True)
         else:
             mbarrier.wait(ready_factors.index(stage), phase)
             mbarrier.wait(ready_v.index(stage), phase)
-            Rt = _values(kept_v, stage, valued, acc)
+            Rt = values_of(kept_v, stage, valued, acc)
         if H == 2 and not MAP:
             QS = warpgroup_mma(held1, half(kept_q, stage, 64).permute([1, 0]), QS, is_async=True)
         more = n + 1 < count
         if SCORES:
             mbarrier.wait(ready_k.index(upcoming), turn, pred=more)
             mbarrier.wait(ready_q.index(upcoming), turn, pred=more)
-            QK = _ask(kept_q, kept_k, upcoming, square)
+            QK = start_scores(kept_q, kept_k, upcoming, square)
         if OUTS == 2 and not MAP:
             mbarrier.wait(free.index(out_stage), (n // OUTS - 1) & 1, pred=n >= OUTS)
         if KEEP and SECOND:
             barrier()  # all warps' products with k have ended
-            _keep(entering, stage, held0, held1, acc, H)
+            keep(entering, stage, held0, held1, acc, H)
         elif KEEP and OUTS == 2:  # with one buffer, the previous store must finish first
-            _keep(entering, out_stage, held0, held1, acc, H)
+            keep(entering, out_stage, held0, held1, acc, H)
+        if SECOND:
+            mbarrier.wait(ready_factors.index(stage), phase)
         if CHANNEL:
             S0 = S0 * factor(kept_factors, stage, 0, acc)
             if H == 2:
@@ -321,10 +187,6 @@ def _walk(
         if not CHANNEL:
             write = factor(kept_factors, stage, WRITE, acc)
         if SECOND:
-            mbarrier.wait(ready_u.index(stage), phase)
-            U = kept_u.index(stage).permute([1, 0]).load(left)
-            if MAP:
-                U = gl.where(valued, U, gl.zeros([BV, 64], dtype, left))
             mbarrier.wait(ready_w2.index(stage), phase)
             S0 = warpgroup_mma(U, half(kept_w2, stage, 0), S0, is_async=True)
             if H == 2:
@@ -354,6 +216,9 @@ def _walk(
                 read = factor(kept_factors, stage, READ_Q, acc)
             if SCORES:
                 QS, QK, S0 = warpgroup_mma_wait(1, deps=(QS, QK, S0))
+            elif SECOND:
+                mbarrier.wait(ready_P.index(stage), phase)
+                QS, S0, S1 = warpgroup_mma_wait(1, deps=(QS, S0, S1))
             else:
                 mbarrier.wait(ready_P.index(stage), phase)
                 QS, S0 = warpgroup_mma_wait(1, deps=(QS, S0))
@@ -364,29 +229,39 @@ def _walk(
             S1 = warpgroup_mma(wrote, half(kept_w, stage, 64), S1, is_async=True)
         if SCORES:  # of the next chunk, while these products run
             mbarrier.wait(ready_factors.index(upcoming), turn, pred=more)
-            made = _score(QK, kept_factors, upcoming, scale, n >> 28, square, GATED)
-        if CORRECTS:
-            goal, rate = _compare(
+            made = score(QK, kept_factors, upcoming, scale, n >> 28, square, GATED)
+        if SECOND:
+            U = second_values(kept_v, ready_v, upcoming, turn, more, left)
+            mbarrier.wait(ready_M2.index(upcoming), turn, pred=more)
+            KS = warpgroup_mma(U, kept_M2.index(upcoming).permute([1, 0]), none, use_acc=False, is_async=True)
+        elif CORRECTS:
+            goal, rate = compare(
                 kept_v, ready_v, kept_factors, ready_factors, upcoming, turn, more, valued, acc, H, CHANNEL
             )  # fmt: skip
         if OUTS == 1 and not MAP:
             mbarrier.wait(free.index(0), (n - 1) & 1, pred=n > 0)
         if SCORES:
             kept_P.index((n + 1) % 2).store(made)
-        if MAP:
+        if SECOND and MAP:
+            S0, S1, KS = warpgroup_mma_wait(H, deps=(S0, S1, KS))
+        elif SECOND:
+            S0, QS, S1, KS = warpgroup_mma_wait(H, deps=(S0, QS, S1, KS))
+        elif MAP:
             S0, S1 = warpgroup_mma_wait(H - 1, deps=(S0, S1))
         elif H == 2:
             S0, QS, S1 = warpgroup_mma_wait(1, deps=(S0, QS, S1))
         else:
             S0, QS = warpgroup_mma_wait(0, deps=(S0, QS))
         if KEEP and OUTS == 1 and not SECOND:
-            _keep(entering, out_stage, held0, held1, acc, H)
+            keep(entering, out_stage, held0, held1, acc, H)
         held0 = gl.convert_layout(S0.to(dtype), left)
         if SCORES:
             mbarrier.wait(apart, 1)
         elif CORRECTS:
             mbarrier.wait(ready_k.index(upcoming), turn, pred=more)
-        if CORRECTS:
+        if SECOND:
+            KS = warpgroup_mma(held0, half(kept_k, upcoming, 0).permute([1, 0]), KS, is_async=True)
+        elif CORRECTS:
             KS = warpgroup_mma(held0, half(kept_k, upcoming, 0).permute([1, 0]), none, use_acc=False, is_async=True)
         if not MAP:
             O = QS.to(dtype)
@@ -431,8 +306,8 @@ def _walk(
 
 @gluon.jit(do_not_specialize=["t", "lasts", "segments"])
 def forward_state(
-    q, k, w, v, P, T, factors, made, output, states, second_w, second_v, second_P, outer, inner, final, out,
-    bounds, first_slots, first_cuts, cut_texts, t, lasts, segments, head_q, head_k, head_v, head_second, scale,
+    q, k, w, v, P, T, factors, made, output, states, second_w, second_M, second_P, outer, inner, final, out,
+    bounds, first_slots, first_cuts, cut_texts, t, lasts, segments, head_q, head_k, head_v, scale,
     HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr,
     PACKED: gl.constexpr, SCORES: gl.constexpr, GATED: gl.constexpr, LINK: gl.constexpr,
@@ -444,7 +319,7 @@ def forward_state(
     Kr, Qr, Kw; without CORRECTS nothing reads with k, and k is Kw. MAP, as in state.py, reads neither q nor P.
     SCORES: P is not read (its descriptor gives the layout) but computed from q, k and, if GATED, the factors.
     made `slot hv`: head_scores runs in parallel, and sets a 1 for each chunk whose P and T are written.
-    second_w, second_v, second_P: descriptors of Kw, the values and P of a second writer, or None.
+    second_w, second_M, second_P: descriptors of Kw, M and P of a second writer, or None; its values are v.
     """
     SECOND: gl.constexpr = second_w is not None
     gl.static_assert(not SECOND or (CHANNEL and CORRECTS and BV == 64))
@@ -477,13 +352,8 @@ def forward_state(
     column_q = key_head * head_q
     column_k = key_head * head_k
     column_v = head * head_v + first
-    column_u = column_v
-    if SECOND:
-        column_u = head * head_second + first
-        if MAP:
-            column_u = gl.where(first < V, column_u, 0)
-    if MAP:
-        column_v = gl.where(first < V, column_v, 0)
+    if MAP:  # (outside of v, a copy writes zeros)
+        column_v = gl.where(first < V, column_v, v.shape[1] if SECOND else 0)
     column_o = head * V + first
     token = start + begin * 64  # first token of the current chunk
     at = (slot + begin) * HV + head
@@ -529,13 +399,13 @@ def forward_state(
         sources += (w,)
         kept += (kept_w,)
         ready += (ready_w,)
-    kept_w2, ready_w2, kept_u, ready_u, kept_P2, ready_P2 = kept_k, ready_k, kept_k, ready_k, kept_k, ready_k
+    kept_w2, ready_w2, kept_M2, ready_M2, kept_P2, ready_P2 = kept_k, ready_k, kept_k, ready_k, kept_k, ready_k
     if SECOND:
         kept_w2, ready_w2 = make_ring(second_w, STAGES)
-        kept_u, ready_u = make_ring(second_v, STAGES)
-        sources += (second_w, second_v)
-        kept += (kept_w2, kept_u)
-        ready += (ready_w2, ready_u)
+        kept_M2, ready_M2 = make_ring(second_M, STAGES)
+        sources += (second_w, second_M)
+        kept += (kept_w2, kept_M2)
+        ready += (ready_w2, ready_M2)
         if not MAP:
             kept_P2, ready_P2 = make_ring(second_P, STAGES)
             sources += (second_P,)
@@ -554,13 +424,13 @@ def forward_state(
         [
             (_walk, (
                 kept_q, ready_q, kept_k, ready_k, kept_w, ready_w, kept_v, ready_v, kept_P, ready_P, kept_T, ready_T,
-                kept_factors, ready_factors, kept_w2, ready_w2, kept_u, ready_u, kept_P2, ready_P2, apart, done, free,
+                kept_factors, ready_factors, kept_w2, ready_w2, kept_M2, ready_M2, kept_P2, ready_P2, apart, done, free,
                 written, entering, starts, out, final_at, token, count, rows, segment == 0, ends, first, column_o,
                 scale, HV, K, V, BV, STAGES, OUTS, CHANNEL, CORRECTS, KEEP, MAP, SCORES, GATED, SECOND, num_warps,
             )),
-            (_copy_tiles, (
+            (copy_tiles, (
                 sources, kept, ready, done, free, made, output, states, written, entering, token, at, count, column_q,
-                column_k, column_v, column_u, column_o, first, HV, V, STAGES, OUTS, ROWS, CHANNEL, CORRECTS, KEEP, MAP,
+                column_k, column_v, column_o, first, HV, V, STAGES, OUTS, ROWS, CHANNEL, CORRECTS, KEEP, MAP,
                 SCORES, SECOND,
             )),
         ],

@@ -34,7 +34,7 @@ from lineate.kernels.portable.scores import load_norms
 
 
 @triton.jit
-def _solved(T, x, dtype: tl.constexpr, PRECISION: tl.constexpr):
+def solved(T, x, dtype: tl.constexpr, PRECISION: tl.constexpr):
     """Return T x for x [C, BV] in float32. The diagonal of T is 1, so only the rest of T multiplies the rounded x."""
     rounded = x.to(dtype)
     if dtype == tl.float32:
@@ -75,7 +75,7 @@ def channel_residuals(
             keys = load_tile(k + (start * HV + head) * K, HV * K, rows, K, C, BK, K == BK)
             E = values.to(tl.float32) - tl.dot(keys, tl.trans(S), input_precision=PRECISION)
             inverse = load_tile(T + at * C * C, C, C, C, C, C, True)
-            Rd = _solved(inverse, E * beta[:, None], dtype, PRECISION).to(dtype)
+            Rd = solved(inverse, E * beta[:, None], dtype, PRECISION).to(dtype)
             store_tile(residuals + token, HV * V, Rd, rows, columns, C, BV, EVEN)
             X = load_tile(dv + token, HV * V, rows, columns, C, BV, EVEN)
             XE += tl.sum(X.to(tl.float32) * E, 1)

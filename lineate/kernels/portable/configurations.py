@@ -54,7 +54,7 @@ def launch_walk(kernel: str, call: Call) -> dict[str, int]:
     config = launch(kernel, BV=power(V))
     keys, squares, values = (3, 2, 1) if call.channel and call.corrects else (2, 1 + call.corrects, 1)
     if call.gates.direction is not None:  # and those of the second writer
-        keys, squares, values = 4, 3, 2
+        keys, squares, values = 4, 4, 1
     numbers = CHUNK * (keys * power(K) + squares * CHUNK + values * config["BV"])
     if config["num_stages"] * numbers * call.q.element_size() > AHEAD_BYTES:
         config["num_stages"] = 1

@@ -109,19 +109,26 @@ def fill_residuals(call: Call, ready: Prepared, around: Around, grads: Gradients
     Return them with the buffers that are still to be filled, including wild if requested.
     """
     _, _, hv, K, V = call.sizes
-    q, gates, sequences = call.q, call.gates, call.sequences
-    v = call.v if ready.second is None else ready.second.values
+    v, gates, sequences = call.v, call.gates, call.sequences
     config = launch("channel_residuals", BV=narrow(call))
     residuals = torch.empty_like(v, memory_format=torch.contiguous_format) if call.corrects else v
-    assert ready.P is not None
-    dP, dM = torch.empty_like(ready.P), torch.empty_like(ready.T) if ready.T is not None else None
+    work = make_work(call, ready, grads, residuals, wild)
     start(channel_residuals, (sequences.slots, hv))(
         ready.k, v, ready.M, ready.T, ready.factors, around.states, around.doutput, grads.v, grads.beta, residuals,
-        dP, dM, *call.where, v.stride(1), v.stride(2), gates.beta_scale,
+        work.dP, work.dM, *call.where, v.stride(1), v.stride(2), gates.beta_scale,
         HV=hv, K=K, V=V, BK=power(K), C=CHUNK, CORRECTS=call.corrects, COMPARED=gates.compared,
         RAW_BETA=gates.raw_beta, PACKED=sequences.packed, EVEN=V % config["BV"] == 0, PRECISION=precision(call),
         **config,
     )  # fmt: skip
+    return work
+
+
+def make_work(call: Call, ready: Prepared, grads: Gradients, residuals: Tensor, wild: bool) -> ChannelWork:
+    """Return empty buffers for the gradients with decay per channel, and wild if requested."""
+    _, _, hv, K, _ = call.sizes
+    q, gates, sequences = call.q, call.gates, call.sequences
+    assert ready.P is not None
+    dP, dM = torch.empty_like(ready.P), torch.empty_like(ready.T) if ready.T is not None else None
     dq, dk = make_parts(call, grads)
     dG = q.new_empty(*q.shape[:2], hv, K, dtype=torch.float32)
     slots, blocks = sequences.slots, ceil_div(K, launch("channel_gradients")["BX"])

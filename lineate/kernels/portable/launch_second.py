@@ -12,9 +12,10 @@ from lineate.kernels.portable.launch_gradients import (
     fill_pair_gradients,
     fill_state_gradients,
     gather_heads,
+    make_work,
 )
 from lineate.kernels.portable.launch_scores import spans_like
-from lineate.kernels.portable.second_writer import second_residuals, second_state_gradients, second_values
+from lineate.kernels.portable.second_writer import both_residuals, second_state_gradients
 from lineate.kernels.stages import Around, Gradients, Prepared, Second
 
 
@@ -26,59 +27,53 @@ def make_second_room(ready: Prepared) -> Prepared:
     return ready._replace(w=torch.empty_like(ready.w), P=P, M=M, T=None, norms=norms)
 
 
-def with_second(call: Call, ready: Prepared, writer: Prepared) -> Prepared:
-    """Return the buffers with those of the key that is written, which are filled; fill the first writer's values."""
-    _, _, hv, _, V = call.sizes
-    P, M = writer.P, writer.M
-    assert P is not None and M is not None
-    values = call.v.new_empty(call.v.shape)
-    config = launch("second_writer", BV=narrow(call))
-    v = call.v
-    start(second_values, (call.sequences.slots, hv))(
-        v, M, values, *call.where, v.stride(1), v.stride(2),
-        HV=hv, V=V, C=CHUNK, PACKED=call.sequences.packed, EVEN=V % config["BV"] == 0, PRECISION=precision(call),
-        **config,
-    )  # fmt: skip
-    return ready._replace(second=Second(writer.w, P, M, values, writer.norms))
+def with_second(ready: Prepared, writer: Prepared) -> Prepared:
+    """Return the buffers with those of the key that is written."""
+    assert writer.P is not None and writer.M is not None
+    return ready._replace(second=Second(writer.w, writer.P, writer.M, writer.norms))
 
 
 def fill_both_gradients(
-    call: Call, ready: Prepared, around: Around, work: ChannelWork, grads: Gradients,
-    fill: Callable[[ChannelWork, bool], None] | None = None,
+    call: Call, ready: Prepared, around: Around, grads: Gradients,
+    fill: Callable[[ChannelWork, Gradients, bool], None] | None = None,
 ) -> None:  # fmt: skip
-    """Fill the gradients of a call with a direction, whose residuals are in work; grads.v gets dU in place of X.
+    """Fill the gradients of a call with a direction; grads.v gets dU in place of X.
 
     fill: launches an architecture's own kernels of the first writer, which mark blocks in work.wild, then (True) those
     of the second; the launches here then fill only the marked blocks.
     """
-    assert grads.direction is not None and ready.second is not None and work.dM is not None
-    dq, dk = work.dq, work.dk
-    first = work._replace(dk=grads.direction)
+    first, second, erased = _fill_both_residuals(call, ready, around, grads, wild=fill is not None)
     if fill is not None:
-        fill(first, False)
-    fill_state_gradients(call, around, first, grads)
-    second = work._replace(dP=torch.empty_like(work.dP), dM=torch.empty_like(work.dM))
-    _fill_second_residuals(call, ready.second, around, second, grads)
-    if fill is not None:
-        fill(second, True)
+        fill(first, erased, False)
+        fill(second, grads, True)
+    fill_state_gradients(call, around, first, erased)
     _fill_second_state_gradients(call, around, second)
     fill_pair_gradients(call, first, grads)
     fill_pair_gradients(call, second, grads, second=True)
-    gather_heads(call, dq, dk, grads)
+    gather_heads(call, second.dq, second.dk, grads)
 
 
-def _fill_second_residuals(
-    call: Call, second: Second, around: Around, work: ChannelWork, grads: Gradients
-) -> None:  # fmt: skip
-    """Fill dP and dM of the second writer, and dU."""
+def _fill_both_residuals(
+    call: Call, ready: Prepared, around: Around, grads: Gradients, wild: bool
+) -> tuple[ChannelWork, ChannelWork, Gradients]:  # fmt: skip
+    """Fill R, dP and dM of both writers, and dU.
+
+    Return the buffers of both, and the gradients of the first, which have X as v.
+    """
     _, _, hv, K, V = call.sizes
-    v, config = call.v, launch("second_writer", BV=narrow(call))
-    start(second_residuals, (call.sequences.slots, hv))(
-        v, second.w, second.P, second.M, around.dstates, around.doutput, grads.v, work.dP, work.dM, *call.where,
-        v.stride(1), v.stride(2),
+    v, second, config = call.v, ready.second, launch("second_writer", BV=narrow(call))
+    assert second is not None and ready.P is not None and ready.T is not None and grads.direction is not None
+    X, residuals = torch.empty_like(grads.v), call.v.new_empty(call.v.shape)
+    work = make_work(call, ready, grads, residuals, wild)
+    first = work._replace(dk=grads.direction)
+    other = work._replace(dP=torch.empty_like(work.dP), dM=torch.empty_like(work.dP))
+    start(both_residuals, (call.sequences.slots, hv))(
+        ready.k, v, second.w, ready.T, second.P, second.M, around.states, around.dstates, around.doutput, grads.v, X,
+        residuals, first.dP, first.dM, other.dP, other.dM, *call.where, v.stride(1), v.stride(2),
         HV=hv, K=K, V=V, BK=power(K), C=CHUNK, PACKED=call.sequences.packed, EVEN=V % config["BV"] == 0,
         PRECISION=precision(call), **config,
     )  # fmt: skip
+    return first, other, grads._replace(v=X)
 
 
 def _fill_second_state_gradients(call: Call, around: Around, work: ChannelWork) -> None:

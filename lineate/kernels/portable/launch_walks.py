@@ -14,17 +14,14 @@ def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
     """Launch the forward walk."""
     t, h, hv, K, V = call.sizes
     sequences, q, k, v, second = call.sequences, ready.q, ready.k, call.v, ready.second
-    u = v
-    more: tuple[Tensor | None, Tensor | None, Tensor | None] = None, None, None
-    if second is not None:
-        v, more = second.values, (second.w, u, second.P)
+    more = (None, None, None) if second is None else (second.w, second.P, second.M)
     config = launch_walk("forward_state", call)
     BV = config["BV"]
     columns = V + K if walk.map_only else V
     start(forward_state, (ceil_div(columns, BV) * hv * sequences.walks(walk.map_only),))(
         q, k, ready.w, v, ready.P, ready.T, ready.factors, *more, walk.outer, walk.inner, walk.output, walk.final,
         walk.states, *sequences.places(t, walk.map_only),
-        q.stride(1), k.stride(1), v.stride(1), u.stride(1), q.stride(2), k.stride(2), v.stride(2), u.stride(2),
+        q.stride(1), k.stride(1), v.stride(1), q.stride(2), k.stride(2), v.stride(2),
         HV=hv, R=hv // h, K=K, V=V, BK=power(K), C=CHUNK, CHANNEL=call.channel, CORRECTS=call.corrects,
         KEEP=walk.states is not None, MAP=walk.map_only, PACKED=sequences.packed,
         EVEN=V % BV == 0 and not walk.map_only, PRECISION=precision(call), **config,

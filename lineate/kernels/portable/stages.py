@@ -74,7 +74,7 @@ class PortableStages:
                 return ready
             writer = launch_second.make_second_room(ready)
             self.fill_second_scores(writer)
-            return launch_second.with_second(call, ready, writer)
+            return launch_second.with_second(ready, writer)
         ready = self.make_head_room(in_walk)
         launch_scores.fill_factors(call, ready)
         if ready.P is not None or ready.T is not None:
@@ -138,11 +138,11 @@ class PortableStages:
 
     def channel_gradients(self, ready: Prepared, around: Around, grads: Gradients) -> None:
         """Fill the gradients with decay per channel."""
+        if ready.second is not None:
+            launch_second.fill_both_gradients(self.call, ready, around, grads)
+            return
         work = launch_gradients.fill_residuals(self.call, ready, around, grads)
-        if ready.second is None:
-            launch_gradients.fill_channel_gradients(self.call, around, work, grads)
-        else:
-            launch_second.fill_both_gradients(self.call, ready, around, work, grads)
+        launch_gradients.fill_channel_gradients(self.call, around, work, grads)
 
     @staticmethod
     def raw_gate_gradients(gates: Gates, dlog_decay: Tensor, dbeta: Tensor, raw: RawGradients) -> None:

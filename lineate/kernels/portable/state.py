@@ -97,9 +97,9 @@ def _load_factors(vector, there, C: tl.constexpr, K: tl.constexpr, BK: tl.conste
 
 @triton.jit(do_not_specialize=["t", "lasts", "segments"])
 def forward_state(
-    q, k, w, v, P, T, factors, second_w, second_v, second_P, outer, inner, output, final, states,
+    q, k, w, v, P, T, factors, second_w, second_P, second_M, outer, inner, output, final, states,
     bounds, first_slots, first_cuts, cut_texts, t, lasts, segments,
-    stride_q, stride_k, stride_v, stride_second, head_q, head_k, head_v, head_second,
+    stride_q, stride_k, stride_v, head_q, head_k, head_v,
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, CHANNEL: tl.constexpr, CORRECTS: tl.constexpr, KEEP: tl.constexpr, MAP: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
@@ -112,8 +112,8 @@ def forward_state(
     the segment before each cut: its result for an empty state, then for the identity without values. The first segment
     of a sequence has no map but its result for the outer state.
 
-    With a second writer Kw with values U and scores P_k, all of which do not depend on the state, O and the next state
-    also get P_k U and Kw^T U.
+    With a second writer Kw with scores P_k and M_k, the values U are its own: E = -(Kr S + M_k U), and O and the next
+    state also get P_k U and Kw^T U.
     """
     first, pair, head = _own_part(HV, K, V, BV, MAP)
     text, segment, segments, cut = find_segment(pair // HV, first_cuts, cut_texts, lasts, segments, PACKED)
@@ -147,7 +147,12 @@ def forward_state(
             KS = tl.dot(held, tl.trans(keys), input_precision=PRECISION)
             if not CHANNEL:
                 KS = KS * tl.load(vector + READ_K * C + i)[None, :]
-            E = ((Vt - KS) * beta[None, :]).to(dtype)
+            if second_w is None:
+                E = ((Vt - KS) * beta[None, :]).to(dtype)
+            else:
+                Ut = tl.trans(values)
+                scores = load_tile(second_M + at * C * C, C, C, C, C, C, True)
+                E = (-tl.dot(Ut, tl.trans(scores), KS, input_precision=PRECISION)).to(dtype)
             Rt = tl.dot(E, tl.trans(inverse), input_precision=PRECISION)
         else:
             Rt = Vt
@@ -158,12 +163,9 @@ def forward_state(
             if not CHANNEL:
                 O = O * read_q[None, :]
             O = tl.dot(Rt.to(dtype), tl.trans(scores), O, input_precision=PRECISION)
-        if second_w is not None:
-            at_second = second_v + token * stride_second + head * head_second + first
-            Ut = tl.trans(load_tile(at_second, stride_second, rows, columns, C, BV, EVEN))
-            if not MAP:
-                scores = load_tile(second_P + at * C * C, C, C, C, C, C, True)
-                O = tl.dot(Ut, tl.trans(scores), O, input_precision=PRECISION)
+        if second_w is not None and not MAP:
+            scores = load_tile(second_P + at * C * C, C, C, C, C, C, True)
+            O = tl.dot(Ut, tl.trans(scores), O, input_precision=PRECISION)
         S = S * last[None, :]
         if CHANNEL:
             writers = load_tile(w + token * stride_k + key_head * head_k, stride_k, rows, K, C, BK, K == BK)
