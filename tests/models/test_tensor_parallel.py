@@ -62,7 +62,7 @@ BASE = HybridConfig(
 )  # fmt: skip
 EXPERTS = ExpertsConfig(4, 2, 8, shared_size=12, shared_gate=True)
 MODELS = {
-    **{f"letter {letter}": replace(BASE, pattern=letter) for letter in "LRDGKSTPNCEAMHOQJUV"},
+    **{f"letter {letter}": replace(BASE, pattern=letter) for letter in "LRDGKSTPNCEAMHOQJUVIF"},
     "feature maps": replace(BASE, pattern="L", linear=replace(BASE.linear, feature_map="product")),  # type: ignore[type-var]
     "channel mix": replace(
         BASE, n_layers=3, pattern="VVG", feed=FeedConfig(20, kind="channel_mix"), norm="layer", embedding_norm=True,

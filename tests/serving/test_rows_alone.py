@@ -50,6 +50,7 @@ CASES = {
     "delta": one("D", linear=ODD),
     "gated delta, exact rate": one("G", linear=replace(ODD, rate="exact")),
     "comba": one("Q", linear=ODD),
+    "preconditioned": one("I", linear=ODD),
     "least squares": one("E", linear=ODD),
     "titans": one("T", memory=MemoryConfig(3, 10)),
     "titans, mlp": one("T", memory=MemoryConfig(3, 10, titans="mlp")),
