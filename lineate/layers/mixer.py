@@ -107,6 +107,8 @@ class LinearMixer(nn.Module):
     """The largest step of Mamba-2; None: there is no bound."""
     rule: ClassVar[Rule | None] = None
     """The row of the rule that it runs; None: the one that takes the gates of `rule_inputs`."""
+    gates_alone: ClassVar[bool] = True
+    """Whether one gate of `rule_inputs` can be replaced without the others, as `lineate explore` does."""
     narrows: ClassVar[bool] = True
     """Whether the memory may be kept in bfloat16 between tokens."""
     context: Context | None = None

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate.call import Inputs, Request
+from lineate.layers.by_hand import ByHand, HandMade, one_head
 from lineate.layers.configs import RwkvConfig
 from lineate.layers.entry import check_call
 from lineate.layers.projection import project, project_out
@@ -278,6 +279,17 @@ class RWKV7(nn.Module):
         y = y + (q.to(y.dtype) * k.to(y.dtype) * bonus).sum(-1, keepdim=True) * v.to(y.dtype)
         return project_out(self.out_proj, (y.flatten(2) * entered.gate).to(v.dtype), self.ranks)
 
+    def trace(self, x: Tensor, carried: Carried | None = None) -> Inputs:
+        """Return the arguments of the rule on a sequence x `1 t hidden`, in the compute dtype, for the default scale.
+
+        Args:
+            x: `1 t hidden`.
+            carried: what the layers of the call hand on; None for the first layer.
+        """
+        inputs = self.enter(x, None, None, carried).inputs
+        inputs = inputs.map(lambda y: y.to(compute_dtype(y.dtype)), ("q", "k", "v"))
+        return inputs.replace(q=inputs.q * self.key_dim**0.5)
+
     def cuts(self) -> dict[str, Cut]:
         """Return how the parameters are shared out among ranks, by heads; shifts and low ranks are whole on each."""
         keys, values = (
@@ -312,6 +324,13 @@ def _divide(x: RwkvConfig, ranks: int) -> RwkvConfig:
     return replace(x, heads=share_out("the heads", x.heads, ranks))
 
 
+def _by_hand(x: HandMade) -> Inputs:
+    """Erase what the key holds at the rate `erase`, at most 1, then add; a channel keeps at least exp(FASTEST)."""
+    log_decay, k = one_head(x.log_decays.clamp(min=FASTEST)), one_head(x.k)
+    direction = one_head(x.erase.clamp(max=1.0)[:, None]) * k
+    return Inputs(q=k, k=k, v=one_head(x.v), log_decay=log_decay, probe=k * (-log_decay).exp(), direction=direction)
+
+
 KIND = register(
     MixerKind(
         letter="V",
@@ -320,6 +339,8 @@ KIND = register(
         config=RwkvConfig,
         section="rwkv",
         make=_make,
+        trace=RWKV7.trace,
+        by_hand=ByHand(_by_hand, "erases, then forgets; keeps at least .55"),
         look=Look("#661100", "d", (0, (3, 1, 1, 1))),
         rule="diagonal_plus_low_rank",
         shard=Shard(_divide, lambda mixer: mixer.cuts()),

@@ -50,6 +50,7 @@ class Preconditioned(LinearMixer):
     """
 
     rule: ClassVar[Rule | None] = GATED_DELTA_2
+    gates_alone = False  # erase is divided by m
     normalize_qk = False  # the written key must keep its length; `scaled` normalises q and k
     precondition: float
 
