@@ -1,5 +1,6 @@
 """The picture "attention": the weight of each value in each token's output, for every rule and softmax attention."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,7 +89,8 @@ def read_model(options: PictureOptions) -> Numbers:
         "name": subject.name,
         "layer": layer,
         "letter": found.letter,
-        "rule": found.op,
+        "rule": found.name,
+        "writes": found.writes,
         "head": head,
         "words": words,
         "words_are_text": subject.encode is not None,
@@ -109,17 +111,24 @@ def _all_rules(found: Trace) -> tuple[dict[str, Tensor], dict[str, str]]:
         same = {rule.name: plain[rule.corrects] for rule in ONE_KEY_RULES if "head" in rule.decays}
     if per_channel is None:
         same["kimi_delta_attention"] = "gated_delta_rule" if decay is not None else "delta_rule"
-    return {rule: rule_matrix(found, rule) for rule in DEMO_RULES}, same
+    own = {} if found.name in DEMO_RULES else {found.name: rule_matrix(found, found.op)}
+    return own | {rule: rule_matrix(found, rule) for rule in DEMO_RULES}, same
 
 
 def rule_matrix(found: Trace, rule: str) -> Tensor:
-    """Return the matrix `t t` of one head under a rule, on the head's own q, k and gates (see Trace.under)."""
-    channels = found.k.shape[-1]
+    """Return the matrix `t m` of one head under a rule, on the head's own q, k and gates (see Trace.under).
+
+    m is t, or n t for n writes a token. In gated_delta_rule_2 what is read are values times `write`.
+    """
+    channels, n = found.k.shape[-1], found.writes
     if rule == "softmax_attention":
-        q, k = (F.normalize(x, dim=-1) for x in (found.q, found.k))
+        q, k = (F.normalize(x, dim=-1) for x in (found.q, found.keys))
         return _softmax(q, k, channels**0.5, None)
     one = found.under(rule)
-    matrix = _matrix(one.q, one.k, one.log_decay, one.beta, channels**-0.5)
+    call: dict[str, Any] = {name: x for name, x in one.inputs.given().items() if name not in ("v", "write")}
+    matrix = lineate.attention_matrix(**call, scale=channels**-0.5)[0, 0].flatten(1)
+    if one.one_by_one:
+        matrix = matrix[n - 1 :: n]
     if found.rule == "linear_attention" and not one.row.corrects:  # the layer divides by q . sum of keys, a row's sum
         return matrix / matrix.sum(-1, keepdim=True)
     return matrix
@@ -143,17 +152,17 @@ def _matrix(q: Tensor, k: Tensor, log_decay: Tensor | None, beta: Tensor | None,
 
 
 def _softmax(q: Tensor, k: Tensor, scale: float, writes: Tensor | None) -> Tensor:
-    """Return the causal softmax over the keys that are written."""
+    """Return the causal softmax over the keys that are written, `t m`; m is a multiple of t."""
     count = len(q)
-    seen = torch.ones(count, count, dtype=torch.bool).tril()
+    seen = torch.ones(count, count, dtype=torch.bool).tril().repeat_interleave(len(k) // count, 1)
     seen = seen if writes is None else seen & writes
     return (scale * q[:, 0] @ k[:, 0].T).masked_fill(~seen, -torch.inf).softmax(-1)
 
 
 def _distance(matrix: Tensor) -> float:
     """Return how many tokens back the reads go on average, weighted by the size of their weights."""
-    count = len(matrix)
-    back = torch.arange(count)[:, None] - torch.arange(count)
+    count, writes = matrix.shape
+    back = torch.arange(count)[:, None] - torch.arange(writes) // (writes // count)
     return float((matrix.abs() * back).sum() / matrix.abs().sum().clamp(min=1e-12))
 
 
@@ -162,7 +171,7 @@ def draw(numbers: Numbers) -> "Figure":
     from matplotlib import pyplot as plt
 
     parts = [part for part in ("rules", "model") if part in numbers]
-    heights = {"rules": 6.4, "model": 12.6 if _labelled(numbers.get("model", {})) else 6.4}
+    heights = {"rules": 6.4, "model": _height(numbers["model"]) if "model" in numbers else 0.0}
     figure = plt.figure(figsize=(8, sum(heights[part] for part in parts)))
     places = figure.subfigures(len(parts), 1, height_ratios=[heights[part] for part in parts], squeeze=False)[:, 0]
     for part, place in zip(parts, places, strict=True):
@@ -170,13 +179,23 @@ def draw(numbers: Numbers) -> "Figure":
     return figure
 
 
+def _height(found: Numbers) -> float:
+    """Return the inches of a model's part: two panels a row with labels, three without."""
+    columns, inches = (2, 4.2) if _labelled(found) else (3, 3.2)
+    rows = -(-len(found["matrices"]) // columns)
+    return float(rows * inches)
+
+
 def _labelled(found: Numbers) -> bool:
     """Whether the texts of the tokens are known; files of earlier versions do not have them."""
     return bool(found.get("words_are_text"))
 
 
-def _panels(figure: "SubFigure", rows: int = 2) -> dict[str, "Axes"]:
-    return dict(zip(DEMO_RULES, figure.subplots(rows, 6 // rows).flat, strict=True))
+def _panels(figure: "SubFigure", names: Sequence[str] = DEMO_RULES, columns: int = 3) -> dict[str, "Axes"]:
+    panels = list(figure.subplots(-(-len(names) // columns), columns).flat)
+    for unused in panels[len(names) :]:
+        unused.set_visible(False)
+    return dict(zip(names, panels, strict=False))
 
 
 def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
@@ -213,14 +232,15 @@ def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
 
 
 def _draw_model(figure: "SubFigure", found: Numbers) -> None:
-    count, labelled = len(found["words"]), _labelled(found)
-    for rule, axes in _panels(figure, 3 if labelled else 2).items():
+    count, labelled, n = len(found["words"]), _labelled(found), found.get("writes", 1)
+    for rule, axes in _panels(figure, list(found["matrices"]), 2 if labelled else 3).items():
         matrix: Any = torch.tensor(found["matrices"][rule])
         most = max(float(matrix.abs().flatten().quantile(0.995)), 1e-6)
         axes.imshow(matrix.tolist(), cmap=signed_map(), vmin=-most, vmax=most, interpolation="nearest", aspect="equal",
                     extent=(0.5, count + 0.5, count + 0.5, 0.5))  # fmt: skip
-        at, value = (matrix < -0.2 * most).nonzero().T + 1
-        axes.scatter(value.tolist(), at.tolist(), s=(70 / count) ** 2, marker=".", color="black", linewidths=0)
+        at, value = (matrix < -0.2 * most).nonzero().T
+        places = ((value + 0.5) / n + 0.5).tolist()
+        axes.scatter(places, (at + 1).tolist(), s=(70 / count) ** 2, marker=".", color="black", linewidths=0)
         axes.grid(False)
         if labelled:
             label_tokens(axes, found["words"], PANEL, both=True)
@@ -244,7 +264,8 @@ def _draw_model(figure: "SubFigure", found: Numbers) -> None:
         f"{distance['softmax_attention']:.1f}",
         fontsize=12.5, parse_math=False,
     )  # fmt: skip
-    how = "token whose value is read (blue: positive, dotted: negative; every panel has its own scale)"
+    several = "" if n == 1 else f", {n} writes each"
+    how = f"token whose value is read{several} (blue: positive, dotted: negative; every panel has its own scale)"
     figure.supxlabel(f"{how}\n{found['text']}", fontsize=10.5, parse_math=False)
     figure.supylabel("token that reads", fontsize=11.5)
 

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lineate.call import Options
 from lineate.explore.memories import FIXED_SIZE, HAND_MADE_CHANNELS, write
 from lineate.explore.pictures import Numbers, Picture, PictureOptions, rounded
 from lineate.explore.subject import Trace, choose_head, choose_layer, open_subject, shown, trace, wants_model
 from lineate.explore.words import label_tokens
 from lineate.figures import label_of, signed_map
+from lineate.forms.general import general_row
 from lineate.rule import rule_named
 from lineate.torch_ops.tracing import cpu_by_default
 
@@ -98,7 +100,7 @@ def watch_model(options: PictureOptions) -> Numbers:
     if found.log_decay is not None and found.log_decay.dim() == 3:
         order = found.log_decay[:, 0].mean(0).argsort(descending=True).tolist()
     return {
-        "units": {"written, corrected, forgotten, norm": "Frobenius norm"},
+        "units": {"written, corrected, forgotten, norm": "Frobenius norm; written and corrected: of each write"},
         "name": subject.name,
         "trained": subject.trained,
         "layer": layer,
@@ -106,6 +108,7 @@ def watch_model(options: PictureOptions) -> Numbers:
         "rule": found.rule,
         "head": head,
         "tokens": count,
+        "writes": found.writes,
         "words": words if subject.encode is not None else None,
         "channel_order": order,
         "frames": [
@@ -120,26 +123,30 @@ def watch_model(options: PictureOptions) -> Numbers:
 
 
 def steps(found: Trace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the states `t k v` of one head and three norms `t` for each token.
+    """Return the states `t k v` of one head, norms of its n t writes, of their erases, and of what tokens forget `t`.
 
-    These are the norms of its write (beta k v^T), of the erased old value of its key (beta k (S'^T k)^T), and of the
-    part forgotten before it (S - S').
+    A write is k u^T and its erase d (S'^T e)^T in the letters of the general row, beta k v^T and beta k (S'^T k)^T in
+    the rules of one key. S - S' is forgotten before the first write of a token.
     """
-    k, v = found.k[:, 0], found.v[:, 0]
-    count = len(k)
-    decay = torch.ones(count, 1) if found.log_decay is None else found.log_decay[:, 0].exp().view(count, -1)
-    beta = torch.ones(count) if found.beta is None else found.beta[:, 0]
-    state = torch.zeros(k.shape[1], v.shape[1])
-    rows = []
-    for n in range(count):
-        kept = decay[n][:, None] * state
-        forgotten = (state - kept).norm()
-        known = kept.T @ k[n] if found.row.corrects else torch.zeros_like(v[n])
-        state = kept + beta[n] * torch.outer(k[n], v[n] - known)
-        size = beta[n] * k[n].norm()
-        rows.append((state, size * v[n].norm(), size * known.norm(), forgotten))
-    states, *norms = (torch.stack(column) for column in zip(*rows, strict=True))
-    return states, norms[0], norms[1], norms[2]
+    n, row = found.writes, general_row(found.inputs, Options(found.row, 1.0))
+    k, u, e, d = (x[0, :, 0] for x in (row.k, row.u, row.e, row.d))  # m k|v
+    if not found.row.corrects:
+        d = torch.zeros_like(d)
+    decay = None if row.log_decay is None else row.log_decay[0, :, 0].exp()  # m 1|k
+    state = torch.zeros(k.shape[1], u.shape[1], dtype=u.dtype)
+    states, written, erased, forgotten = [], [], [], []
+    for i in range(len(k)):
+        if i % n == 0:
+            kept = state if decay is None else decay[i][:, None] * state
+            forgotten.append((state - kept).norm())
+            state = kept
+        known = state.T @ e[i]
+        written.append(k[i].norm() * u[i].norm())
+        erased.append(d[i].norm() * known.norm())
+        state = state - torch.outer(d[i], known) + torch.outer(k[i], u[i])
+        if (i + 1) % n == 0:
+            states.append(state)
+    return torch.stack(states), torch.stack(written), torch.stack(erased), torch.stack(forgotten)
 
 
 def draw(numbers: Numbers) -> "Figure":
@@ -231,19 +238,22 @@ def _draw_model(figure: "SubFigure", found: Numbers) -> None:
         if index == 0:
             axes.set_ylabel(f"key channels{order}", fontsize=9)
     axes = figure.add_subplot(grid[1, :])
-    places = range(1, found["tokens"] + 1)
+    n = found.get("writes", 1)  # files of earlier versions do not have it
+    each = "each write of the token" if n > 1 else "the token"
     for name, label, color, line in (
         ("norm", "S itself", "#000000", "-"),
-        ("written", "written by the token", "#0072B2", "-"),
+        ("written", f"written by {each}", "#0072B2", "-"),
         ("corrected", "taken back of what its key held", "#D55E00", "--"),
         ("forgotten", "forgotten before it", "#CC79A7", ":"),
     ):
         if found[name] is not None:
             width = 2.4 if name in ("norm", "forgotten") else 1.4
+            every = n if name in ("written", "corrected") else 1
+            places = [(i + 1) / every for i in range(len(found[name]))]  # the last write of a token is at the token
             axes.plot(places, found[name], color=color, linestyle=line, linewidth=width, label=label,
                       marker="o" if len(places) == 1 else None)  # fmt: skip
     axes.set_yscale("log")
-    axes.set(xlabel="tokens read", ylabel="Frobenius norm", xlim=(1, max(2, found["tokens"])))
+    axes.set(xlabel="tokens read", ylabel="Frobenius norm", xlim=(1 / n, max(2, found["tokens"])))
     if 1 < found["tokens"] <= LABELLED and found.get("words"):
         label_tokens(axes, found["words"], LINE)
     axes.set_ylim(max(found["norm"]) / 1000 or 1e-3, None)

@@ -17,7 +17,7 @@ from lineate.checks import check_inputs, check_one_rate
 from lineate.console.names import nearest, user_path
 from lineate.dispatch import select_rule
 from lineate.explore.pictures import PictureOptions
-from lineate.layers import kind_of, kinds
+from lineate.layers import Carried, MixerKind, kind_of, kinds
 from lineate.models import HybridLM
 from lineate.models.config import HybridConfig
 from lineate.models.presets import PRESETS, preset
@@ -96,7 +96,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Trace:
-    """The inputs of one layer's rule on a text; the layer's output is rule(q, k, v, log_decay, beta)."""
+    """The inputs of one layer's rule on a text; the layer's output is `run_rule` of it. n is the writes of a token."""
 
     layer: int
     letter: str
@@ -105,27 +105,77 @@ class Trace:
     q: Tensor
     """`t h k`, as the rule uses it: of length 1, or features."""
     k: Tensor
+    """`t h k`; `t n h k` for a mixer with several writes a token."""
     v: Tensor
-    """`t hv v`."""
+    """`t hv v`, or `t n hv v`."""
     log_decay: Tensor | None
     """`t hv` or `t hv k`."""
     beta: Tensor | None
-    """`t hv`."""
+    """`t hv`, or `t n hv`."""
     row: Rule
     """The row of the rule that it is given to."""
+    erase: Tensor | None = None
+    """`t hv k`, as in lineate.call.Inputs."""
+    write: Tensor | None = None
+    """`t hv v`."""
+    probe: Tensor | None = None
+    """`t hv k`."""
+    direction: Tensor | None = None
+    """`t hv k`."""
 
     @property
     def op(self) -> str:
         """The public op that computes the rule."""
         return self.row.name
 
+    @property
+    def name(self) -> str:
+        """The name under which its own rule is pictured: that of a rule of one key, or of the mixer."""
+        return self.op if self.row in ONE_KEY_RULES else self.rule
+
+    @property
+    def writes(self) -> int:
+        """n."""
+        return self.k.shape[1] if self.k.dim() == 4 else 1
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys of all writes, one after another, `m h k` with m = n t."""
+        return self.k.flatten(0, 1) if self.k.dim() == 4 else self.k
+
+    @property
+    def values(self) -> Tensor:
+        """The values of all writes, `m hv v`."""
+        return self.v.flatten(0, 1) if self.v.dim() == 4 else self.v
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether its rule has one write a token, so that it takes several writes of the mixer as tokens."""
+        return self.writes > 1 and not self.row.writes
+
+    @property
+    def inputs(self) -> Inputs:
+        """The call of the op. Where `one_by_one`, a token forgets before its first write and is read after its last."""
+        gates = {name: getattr(self, name) for name in Inputs.GATES}
+        q, k, v, n = self.q, self.k, self.v, self.writes
+        if self.one_by_one:
+            q, k, v = q.repeat_interleave(n, 0), self.keys, self.values
+            gates["beta"] = None if self.beta is None else self.beta.flatten(0, 1)
+            if self.log_decay is not None:
+                gates["log_decay"] = self.log_decay.new_zeros(len(k), *self.log_decay.shape[1:])
+                gates["log_decay"][::n] = self.log_decay
+        return Inputs(q=q, k=k, v=v, **gates).map(lambda x: x[None])
+
     def head(self, index: int) -> "Trace":
-        """Return one value head and the key head that serves it; all tensors are `t 1 ...`."""
-        of_key = index // (self.v.shape[1] // self.k.shape[1])
-        keys, values = slice(of_key, of_key + 1), slice(index, index + 1)
-        log_decay, beta = (None if x is None else x[:, values] for x in (self.log_decay, self.beta))
-        q, k, v = self.q[:, keys], self.k[:, keys], self.v[:, values]
-        return replace(self, q=q, k=k, v=v, log_decay=log_decay, beta=beta)
+        """Return one value head and the key head that serves it; all tensors are `t 1 ...` or `t n 1 ...`."""
+        of_key = index // (self.v.shape[-2] // self.k.shape[-2])
+        gates = {name: getattr(self, name) for name in Inputs.GATES}
+        cut: dict[str, Any] = {
+            name: x if x is None else x.narrow(2 if name == "beta" and x.dim() == 3 else 1, index, 1)
+            for name, x in gates.items()
+        }
+        q, k, v = self.q.narrow(1, of_key, 1), self.k.narrow(-2, of_key, 1), self.v.narrow(-2, index, 1)
+        return replace(self, q=q, k=k, v=v, **cut)
 
     def under(self, name: str) -> "Trace":
         """Return the same tokens for another rule: it drops gates that it lacks; those that the layer lacks stay open.
@@ -134,18 +184,29 @@ class Trace:
         head.
         """
         rule = rule_named(name)
+        if rule is self.row and rule.general:
+            return self
         if rule not in ONE_KEY_RULES:
             raise ValueError(f"rule must be one of {', '.join(x.name for x in ONE_KEY_RULES)}, got {name!r}")
-        decay = self.v.new_zeros(self.v.shape[:2]) if self.log_decay is None else self.log_decay
+        decay = self.q.new_zeros(len(self.q), self.v.shape[-2]) if self.log_decay is None else self.log_decay
         if rule.decays == ("head",) and decay.dim() == 3:
             decay = decay.mean(-1)
         if rule.decays == ("channel",) and decay.dim() == 2:
             decay = decay[..., None].expand(*decay.shape, self.k.shape[-1])
         beta = None
         if "beta" in rule.gates:
-            beta = self.v.new_ones(self.v.shape[:2]) if self.beta is None else self.beta
+            beta = self.v.new_ones(self.v.shape[:-1]) if self.beta is None else self.beta
         k = F.normalize(self.k, dim=-1) if rule.corrects else self.k
-        return replace(self, k=k, log_decay=decay if "log_decay" in rule.gates else None, beta=beta, row=rule)
+        return replace(
+            self, k=k, log_decay=decay if "log_decay" in rule.gates else None, beta=beta, row=rule, erase=None,
+            write=None, probe=None, direction=None,
+        )  # fmt: skip
+
+
+def pictured_rule(kind: MixerKind) -> str:
+    """Return the name under which the rule of a mixer is pictured, as Trace.name does."""
+    name = kind.rule or kind.name
+    return name if rule_named(name) in ONE_KEY_RULES else kind.name
 
 
 def wants_model(options: PictureOptions) -> bool:
@@ -260,6 +321,19 @@ def choose_head(subject: Subject, layer: int, options: PictureOptions) -> int:
     return options.head or 0
 
 
+@dataclass(frozen=True)
+class Given:
+    """The arguments of a call of a mixer.
+
+    Args:
+        x: `1 t hidden`.
+        carried: what the layers of the call hand on, for a mixer that reads or writes it.
+    """
+
+    x: Tensor
+    carried: Carried | None = None
+
+
 @torch.no_grad()
 @cpu_by_default
 def trace(model: HybridLM, ids: Tensor, layers: Sequence[int] | None = None) -> list[Trace]:
@@ -276,12 +350,12 @@ def _pictured(config: HybridConfig) -> list[int]:
 
 
 @contextmanager
-def caught(model: HybridLM, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Record the inputs of these layers' mixers, `1 t hidden`, while the model runs inside."""
-    found: dict[int, Tensor] = {}
+def caught(model: HybridLM, layers: Sequence[int]) -> Iterator[dict[int, Given]]:
+    """Record what these layers' mixers are called with while the model runs inside."""
+    found: dict[int, Given] = {}
 
     def catch(n: int, mixer: nn.Module, given: tuple[Any, ...]) -> None:
-        found[n] = given[0]
+        found[n] = Given(given[0], *given[3:])
 
     mixers: dict[int, Any] = {n: model.layers[n].mixer for n in layers}
     hooks = [mixer.register_forward_pre_hook(partial(catch, n)) for n, mixer in mixers.items()]
@@ -292,36 +366,37 @@ def caught(model: HybridLM, layers: Sequence[int]) -> Iterator[dict[int, Tensor]
             hook.remove()
 
 
-def trace_layer(model: HybridLM, layer: int, x: Tensor) -> Trace:
-    """Return the inputs of the rule of one layer whose mixer reads x."""
+def trace_layer(model: HybridLM, layer: int, given: Given) -> Trace:
+    """Return the inputs of the rule of one layer whose mixer is called in this way."""
     kind = kind_of(model.config.letters[layer])
     assert kind.trace is not None
-    found = kind.trace(model.layers[layer].mixer, x)
+    x, handed_on = given.x, () if kind.first is None else (given.carried,)
+    found = kind.trace(model.layers[layer].mixer, x, *handed_on)
     where = f"trace of {kind.label} ({kind.letter})"
-    if not isinstance(found, Inputs) or found.k.dim() != 4 or found.k.shape[:2] != x.shape[:2]:
+    if not isinstance(found, Inputs) or found.k.dim() not in (4, 5) or found.k.shape[:2] != x.shape[:2]:
         got = f"k of shape {tuple(found.k.shape)}" if isinstance(found, Inputs) else type(found).__name__
         raise ValueError(
-            f"{where} must return Inputs with one key a token, k of shape (1, t, h, k) with t = {x.shape[1]}, got "
-            f"{got}; leave trace out if the rule writes several times a token, as a picture shows one write a token"
+            f"{where} must return Inputs with the keys of each token, k of shape (1, t, h, k) or (1, t, n, h, k) with "
+            f"t = {x.shape[1]}, got {got}; give n writes a token a dimension of their own"
         )
     if found.A_log is not None:
         raise ValueError(f"{where} must return log_decay and beta themselves, got raw gates with A_log; apply them")
-    log_decay, beta = (None if x is None else x[0] for x in (found.log_decay, found.beta))
     row = rule_named(kind.rule or kind.name) or select_rule(found)
-    given = Trace(layer, kind.letter, kind.name, found.q[0], found.k[0], found.v[0], log_decay, beta, row)
     try:
-        found.refuse_unread(("q", "k", "v", "log_decay", "beta"), "a picture")
+        found.refuse_unread(("q", "k", "v", *Inputs.GATES), "a picture")
         check_inputs(row, found)
-        check_one_rate(found.beta)
+        if not row.writes:
+            check_one_rate(found.beta)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{where} must return what {given.op} can be called with: {error}") from None
-    return given
+        raise ValueError(f"{where} must return what {row.name} can be called with: {error}") from None
+    gates = {name: None if (gate := getattr(found, name)) is None else gate[0] for name in Inputs.GATES}
+    return Trace(layer, kind.letter, kind.name, found.q[0], found.k[0], found.v[0], row=row, **gates)
 
 
 def run_rule(trace: Trace, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the output `t hv v` and the memory `hv k v` of the trace's rule, from its tensors."""
     import lineate
 
-    tensors = [x[None] for x in (trace.q, trace.k, trace.v, trace.log_decay, trace.beta) if x is not None]
-    done = getattr(lineate, trace.op)(*tensors, state=None if state is None else state[None])
-    return done.output[0], done.state[0]
+    inputs = trace.inputs.replace(state=None if state is None else state[None])
+    output, memory = getattr(lineate, trace.op)(**inputs.given())
+    return output[0, trace.writes - 1 :: trace.writes] if trace.one_by_one else output[0], memory[0]

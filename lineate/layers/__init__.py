@@ -36,6 +36,7 @@ from lineate.layers.variants.comba import Comba
 from lineate.layers.variants.delta_product import GatedDeltaProduct
 from lineate.layers.variants.gdn2 import GatedDeltaNet2
 from lineate.layers.variants.hgrn2 import HGRN2
+from lineate.layers.variants.preconditioned import PreconditionedGatedDeltaNet, PreconditionedKimiDeltaAttention
 from lineate.layers.variants.retention import Retention, RotaryRetention
 
 __all__ = [
@@ -48,6 +49,8 @@ __all__ = [
     "GatedDeltaNet2",
     "GatedDeltaProduct",
     "Comba",
+    "PreconditionedGatedDeltaNet",
+    "PreconditionedKimiDeltaAttention",
     "Mamba2",
     "RWKV7",
     "HGRN2",

@@ -250,9 +250,9 @@ class GatedDeltaNet(DeltaNet):
         gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0); it must be below 0.
     """
 
-    rule = GATED_DELTA
-    gates = ("values", "heads", "heads")
-    options = ("beta_scale", "gate_lower_bound", "rate")
+    rule: ClassVar[Rule | None] = GATED_DELTA
+    gates: tuple[str, ...] = ("values", "heads", "heads")
+    options: ClassVar[tuple[str, ...]] = ("beta_scale", "gate_lower_bound", "rate")
 
     def __init__(
         self,
@@ -315,9 +315,11 @@ class KimiDeltaAttention(LinearMixer):
         gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0); it must be below 0.
     """
 
-    rule = KIMI_DELTA
-    gates = ("decay_rank", "gate_rank", "heads")
-    options = ("beta_scale", "decay_rank", "gate_rank", "gate_bias", "gate_lower_bound", "rate")
+    rule: ClassVar[Rule | None] = KIMI_DELTA
+    gates: tuple[str, ...] = ("decay_rank", "gate_rank", "heads")
+    options: ClassVar[tuple[str, ...]] = (
+        "beta_scale", "decay_rank", "gate_rank", "gate_bias", "gate_lower_bound", "rate",
+    )  # fmt: skip
     normalize_qk = True
 
     def __init__(

@@ -84,7 +84,7 @@ class LinearMixer(nn.Module):
 
     gates: tuple[str, ...]
     """The width of each gate: "values" is hv*v (0 without an output gate), "written" is hv*v, "keys" is hv*k, "heads"
-    is hv, "writes" is hv for each write of a token, and the others are ranks."""
+    is hv, "key_heads" is h, "writes" is hv for each write of a token, and the others are ranks."""
     options: ClassVar[tuple[str, ...]] = ()
     """Constructor arguments beyond those that all mixers share; LinearConfig has fields of the same names."""
     normalize_qk: bool = False
@@ -107,6 +107,8 @@ class LinearMixer(nn.Module):
     """The largest step of Mamba-2; None: there is no bound."""
     rule: ClassVar[Rule | None] = None
     """The row of the rule that it runs; None: the one that takes the gates of `rule_inputs`."""
+    gates_alone: ClassVar[bool] = True
+    """Whether one gate of `rule_inputs` can be replaced without the others, as `lineate explore` does."""
     narrows: ClassVar[bool] = True
     """Whether the memory may be kept in bfloat16 between tokens."""
     context: Context | None = None
@@ -146,7 +148,7 @@ class LinearMixer(nn.Module):
         self.gate_rank, self.gate_bias = value_dim if gate_rank is None else gate_rank, gate_bias
         widths = {
             "values": 0 if gate_activation == "none" else value_heads * value_dim, "heads": value_heads,
-            "writes": writes * value_heads, "keys": value_heads * key_dim,
+            "key_heads": heads, "writes": writes * value_heads, "keys": value_heads * key_dim,
             "written": value_heads * value_dim, "decay_rank": self.decay_rank or value_heads * key_dim,
             "gate_rank": self.gate_rank or value_heads * value_dim,
         }  # fmt: skip
@@ -178,7 +180,8 @@ class LinearMixer(nn.Module):
         for gate, width in zip(self.gates, self.splits[1:], strict=True):
             low = gate.endswith("_rank") and getattr(self, gate)
             count = self.writes if gate == "writes" else 1
-            parts += [Part(width // count, 0 if low else self.value_heads)] * count
+            units = self.heads if gate == "key_heads" else self.value_heads
+            parts += [Part(width // count, 0 if low else units)] * count
         cuts = linear_cuts("in_proj", self.in_proj, 0, tuple(parts))
         cuts |= linear_cuts("out_proj", self.out_proj, 1, (values,))
         if self.conv is not None:

@@ -18,9 +18,10 @@ from string import ascii_uppercase
 from threading import Lock
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from lineate.call import Inputs
+from lineate.layers.by_hand import ByHand
 from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, MambaConfig, MemoryConfig, RwkvConfig
 from lineate.layers.step.spec import StepSpec
 from lineate.parallel.tensor.shards import Shard
@@ -105,6 +106,9 @@ class MixerKind:
         operations: counts its operations; None: they are measured.
         kept_bytes: (config, half) -> bytes a token that the backward keeps; half: bfloat16 autocast. None: measured.
         trace: (mixer, its input `1 t hidden`) -> what the rule is called with, for pictures; None: it is not pictured.
+            With `first` it has a third argument, the Carried of the call.
+        by_hand: how its rule reads steps that are written by hand; None: as its row of lineate.rule says, if that is
+            one of the rules of one key.
         cache: what grows by a token: "keys and values", "latent", or "" where nothing does.
         look: how it is drawn.
         short_label: its name for people where there is little room; None is `label`.
@@ -124,7 +128,8 @@ class MixerKind:
     short: str | None = None
     operations: Operations | None = None
     kept_bytes: Callable[[Any, bool], float] | None = None
-    trace: Callable[[Any, Tensor], Inputs] | None = None
+    trace: Callable[..., Inputs] | None = None
+    by_hand: ByHand | None = None
     cache: str = ""
     look: Look = Look()
     short_label: str | None = None
@@ -275,6 +280,8 @@ def _check_parts(kind: MixerKind) -> None:
         raise TypeError(f"shard must be Shard(divide, cuts) or None, got {kind.shard!r}; None: it has no ranks")
     if kind.step is not None and not isinstance(kind.step, StepSpec):
         raise TypeError(f"step must be StepSpec(...) or None, got {kind.step!r}; None: decoding calls the mixer")
+    if kind.by_hand is not None and not isinstance(kind.by_hand, ByHand):
+        raise TypeError(f"by_hand must be ByHand(inputs, note) or None, got {kind.by_hand!r}; None: it is not shown")
     if kind.first is not None and not callable(kind.first):
         raise TypeError(f"first must be a function of (config) or None, got {kind.first!r}; None: all layers are equal")
     if not isinstance(kind.look, Look):

@@ -129,6 +129,10 @@ GROUPS: dict[str, tuple[Reference, ...]] = {
             "Error-free linear attention is a free lunch: Exact solution from continuous-time dynamics (EFLA)", "",
             "2512.12602",
         ),
+        Reference(
+            "Tumma2026", "Tumma, Loo and Rus", 2026,
+            "Preconditioned DeltaNet: Curvature-aware sequence modeling for linear recurrences", "", "2604.21100",
+        ),
         Reference("Zou2026", "Zou, Ren and Liu", 2026, "Kaczmarz linear attention", "", "2605.08587"),
         Reference(
             "Hatamizadeh2026", "Hatamizadeh, Choi and Kautz", 2026,

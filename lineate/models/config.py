@@ -9,6 +9,7 @@ A pattern is tiled over the layers, one letter a layer:
     T TTT-Linear            P TTT-MLP           N Titans                    C LaCT
     S Mamba-2               H HGRN2             O retention (RetNet, lightning attention)
     V RWKV-7                J Gated DeltaNet-2  U Gated DeltaProduct        Q Comba
+    I preconditioned G      F preconditioned K
 
 Letters that lineate.layers.register has added are allowed too; `mixers` has their sizes, under the name of the kind.
 """

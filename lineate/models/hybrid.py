@@ -103,9 +103,7 @@ class HybridLM(nn.Module):
         self.config = config
         if ranks is not None and ranks.size > 1:
             own = rank_config(config, ranks.size, ranks.rank)
-            self.embed: nn.Embedding = SharedEmbedding(
-                config.vocab_size, config.hidden_size, config.embedding_scale, ranks
-            )
+            self.embed: nn.Embedding = SharedEmbedding(config, ranks)
         else:
             own, ranks = config, None
             self.embed = make_embedding(config)

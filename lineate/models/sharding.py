@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lineate.layers.registry import MixerKind, kind_of
 from lineate.models.config import HybridConfig
 from lineate.models.memoryless import without_memory
+from lineate.models.scaling import make_norm
 from lineate.parallel.tensor.ranks import Ranks
 from lineate.parallel.tensor.shards import Cut, share_out
 
@@ -120,22 +121,24 @@ class SharedEmbedding(nn.Embedding):
     """An embedding of which every rank has some tokens; the vectors are summed over the ranks.
 
     Args:
-        vocab: tokens of all ranks.
-        size: channels.
-        scale: multiplies the vectors.
+        config: of the whole model; the summed vectors are scaled or normalised as it says.
         ranks: the ranks.
     """
 
-    def __init__(self, vocab: int, size: int, scale: float, ranks: Ranks) -> None:
-        self.first, last = vocabulary_range(vocab, ranks.rank, ranks.size)
-        super().__init__(last - self.first, size)
-        self.scale, self.ranks = scale, ranks
+    def __init__(self, config: HybridConfig, ranks: Ranks) -> None:
+        self.first, last = vocabulary_range(config.vocab_size, ranks.rank, ranks.size)
+        super().__init__(last - self.first, config.hidden_size)
+        self.scale, self.ranks = config.embedding_scale, ranks
+        self.norm = make_norm(config) if config.embedding_norm else None
 
     def forward(self, input: Tensor) -> Tensor:
         own = input - self.first
         there = (own >= 0) & (own < self.num_embeddings)
         x = super().forward(own.where(there, 0)) * there[..., None]
         x = self.ranks.leave(x)
+        if self.norm is not None:
+            normed: Tensor = self.norm(x)
+            return normed
         return x if self.scale == 1 else x * self.scale
 
 

@@ -91,19 +91,32 @@ def stacked(mixer: Any, x: Tensor) -> Inputs:
     return found.replace(**twice)
 
 
-@pytest.mark.parametrize(("trace", "shape"), [(interleaved, r"\(1, 48, "), (stacked, r"\(1, 24, 2, ")])
-def test_several_writes_a_token(own: HybridLM, trace: Any, shape: str) -> None:
-    """Pictures of single writes refuse them; growth, which reads only the model's own state, is drawn."""
+def test_writes_that_are_more_tokens_are_refused(own: HybridLM) -> None:
+    """Pictures need the tokens of a text; growth, which reads only the model's own state, is drawn."""
     plain = growth.compute(PictureOptions(model="own", tokens=24))
-    register(replace(registry.kind_of("Z"), trace=trace))
+    register(replace(registry.kind_of("Z"), trace=interleaved))
     options = PictureOptions(model="own", tokens=24)
     for name in ("state", "attention", "forgetting"):
         with pytest.raises(ValueError, match=(
-            rf"trace of my own rule \(Z\) must return Inputs with one key a token, .* t = 24, got k of shape {shape}"
-            ".*; leave trace out if the rule writes several times a token, as a picture shows one write a token"
+            r"trace of my own rule \(Z\) must return Inputs with the keys of each token, k of shape \(1, t, h, k\) or "
+            r"\(1, t, n, h, k\) with t = 24, got k of shape \(1, 48, .*; give n writes a token a dimension of their own"
         )):  # fmt: skip
             PICTURES[name].compute(options)
     assert growth.compute(options) == plain
+
+
+def test_several_writes_a_token(own: HybridLM) -> None:
+    """The rows are those of gated_delta_product, and a picture of two writes a token has two norms and two weights."""
+    register(replace(registry.kind_of("Z"), trace=stacked))
+    options = PictureOptions(model="own", tokens=24)
+    (found, *_) = subject.trace(own, torch.arange(11)[None])
+    assert found.op == "gated_delta_product" and found.writes == 2 and found.name == "own_rule"
+    numbers = state.compute(options)["model"]
+    assert numbers["writes"] == 2 and len(numbers["written"]) == len(numbers["corrected"]) == 48
+    assert len(numbers["forgotten"]) == len(numbers["norm"]) == 24
+    weights = attention.compute(options)["model"]["matrices"]
+    assert next(iter(weights)) == "own_rule" and len(weights) == 7
+    assert all(len(rows) == 24 and len(rows[0]) == 48 for rows in weights.values())
 
 
 @pytest.mark.parametrize(("changes", "message"), [

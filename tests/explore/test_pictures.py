@@ -67,7 +67,7 @@ def test_every_picture_is_found_and_uses_options_that_exist():
         assert set(picture.uses) <= {f.name for f in fields(PictureOptions)}
 
 
-@pytest.mark.parametrize("letter", "LRDGK")
+@pytest.mark.parametrize("letter", "LRDGKJUVQIF")
 def test_the_trace_is_what_the_layer_computes(letter):
     """The rule applied to the trace gives the memory in the model's own state, and `steps` ends at the same."""
     options = PictureOptions(model="tiny", pattern=letter, seed=3)
@@ -136,18 +136,62 @@ def test_attention_of_the_hand_made_tokens():
         assert sum(row) == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.parametrize("letter", "LRDGK")
+@pytest.mark.parametrize("letter", "LRDGKJUVQIF")
 def test_attention_of_the_models_own_rule_is_what_it_computes(letter):
     options = PictureOptions(model="tiny", pattern=letter, layer=1, head=1, tokens=13)
     found = attention.read_model(options)
     subject = open_subject(options)
-    one = trace(subject.model, subject.read(options, 1)[0], [1])[0].head(1)
+    one = trace(subject.model, subject.read(options, 13)[0], [1])[0].head(1)
     matrix = torch.tensor(found["matrices"][one.rule])
     read = run_rule(one)[0]
     if letter == "L":
         read = read / run_rule(replace(one, v=torch.ones_like(one.v)))[0]
-    torch.testing.assert_close(matrix @ one.v[:, 0], read[:, 0], rtol=2e-3, atol=2e-3)
-    assert len(found["matrices"]) == 6 and len(found["words"]) == 13
+    values = one.values if one.write is None else one.values * one.write
+    torch.testing.assert_close(matrix @ values[:, 0], read[:, 0], rtol=2e-3, atol=2e-3)
+    assert len(found["matrices"]) == (6 if letter in "LRDGK" else 7) and len(found["words"]) == 13
+    assert matrix.shape == (13, 13 * found["writes"]) and found["writes"] == (2 if letter == "U" else 1)
+
+
+def test_several_writes_are_tokens_for_a_rule_with_one():
+    """Under Gated DeltaNet two writes a token are what Gated DeltaProduct computes; linear attention adds them."""
+    options = PictureOptions(model="tiny", pattern="U", tokens=9)
+    subject = open_subject(options)
+    one = trace(subject.model, subject.read(options, 9)[0], [1])[0].head(0)
+    torch.testing.assert_close(
+        attention.rule_matrix(one, "gated_delta_rule"), attention.rule_matrix(one, one.op), rtol=1e-4, atol=1e-5
+    )
+    for name in ("gated_delta_rule", "linear_attention", "kimi_delta_attention"):
+        other = one.under(name)
+        output, memory = run_rule(other)
+        weighted = attention.rule_matrix(one, name) @ other.values[:, 0]
+        torch.testing.assert_close(weighted, output[:, 0], rtol=1e-4, atol=1e-5)
+        states, written, corrected, forgotten = state.steps(other)
+        torch.testing.assert_close(states[-1], memory[0], rtol=1e-4, atol=1e-5)
+        assert len(states) == len(forgotten) == 9 and len(written) == len(corrected) == 18
+    weights = attention.rule_matrix(one, "softmax_attention")
+    assert weights.shape == (9, 18) and (weights[0, :2] > 0).all() and not weights[0, 2:].any()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(9))
+
+
+@pytest.mark.parametrize("letter", "JV")
+def test_norms_of_erasing_and_writing_separately(letter):
+    """They are those of d (S'^T e)^T and k u^T, which are not the same share of what is old and what is new."""
+    options = PictureOptions(model="tiny", pattern=letter, tokens=7)
+    subject = open_subject(options)
+    one = trace(subject.model, subject.read(options, 7)[0], [2])[0].head(1)
+    states, written, erased, forgotten = state.steps(one)
+    k, v, a = one.k[:, 0], one.v[:, 0], one.log_decay[:, 0].exp()
+    e = one.erase[:, 0] * k if letter == "J" else one.probe[:, 0]
+    d, u = (k, one.write[:, 0] * v) if letter == "J" else (one.direction[:, 0], v)
+    before = torch.zeros(k.shape[1], v.shape[1])
+    for i in range(7):
+        kept = a[i][:, None] * before
+        old = torch.outer(d[i], kept.T @ e[i])
+        torch.testing.assert_close(erased[i], old.norm())
+        torch.testing.assert_close(written[i], torch.outer(k[i], u[i]).norm())
+        torch.testing.assert_close(forgotten[i], (before - kept).norm())
+        before = kept - old + torch.outer(k[i], u[i])
+        torch.testing.assert_close(states[i], before)
 
 
 def test_growth_is_that_of_one_long_run_and_tells_bounded_from_unbounded():

@@ -136,7 +136,9 @@ def test_forgetting_orders_the_quartiles_of_a_text() -> None:
 
 
 def test_forgetting_refuses_what_it_cannot_show() -> None:
-    with pytest.raises(ValueError, match=r"needs a layer of R, G, K, S, H or O, and tiny, untrained has only LA"):
+    with pytest.raises(
+        ValueError, match=r"needs a layer of R, G, K, S, V, Q, U, J, H, I, F or O, and tiny, untrained has only LA"
+    ):
         forgetting.compute(PictureOptions(model="tiny", pattern="LLLA"))
     with pytest.raises(ValueError, match=r"--tokens must be at least 2 for forgetting, got 1"):
         forgetting.compute(PictureOptions(tokens=1))

@@ -120,6 +120,71 @@ def test_the_state_is_that_of_the_op(client, rule):
     close([answer[2] for answer in own["answers"][1:]], output[0, :, 0])
 
 
+GENERAL = ("gated_delta_rule_2", "gated_delta_product", "comba", "rwkv7")
+
+
+def general_reference(name: str, steps: list[dict], vectors: Tensor, values: int) -> list[Tensor]:
+    """Return S after each step under a rule that erases and writes separately, from its equation."""
+    count, half = len(vectors), False
+    S = torch.zeros(count, values, dtype=torch.float64)
+    found = [S]
+    for step in steps:
+        at, writes = "ABCDEFGH".index(step["key"]), step["op"] == "write"
+        decay = step.get("decay", 1.0 if writes else 0.0)
+        channels = torch.tensor(step.get("channels", [decay if writes or i == at else 1.0 for i in range(count)]))
+        half = writes and not half  # whether this is the first write of two
+        beta = step.get("beta", 1.0) if writes else 0.0
+        erase, write = (step.get(rate, beta) for rate in ("erase", "write"))
+        k = vectors[at] if writes else torch.zeros(count, dtype=torch.float64)
+        v = vector(step["value"], values) if writes else torch.zeros(values, dtype=torch.float64)
+        if name == "gated_delta_rule_2":
+            S = channels[:, None] * S
+            S = S - erase * torch.outer(k, S.T @ k) + write * torch.outer(k, v)
+        elif name == "gated_delta_product":
+            S = (decay if half or not writes else 1.0) * S
+            S = S + beta * torch.outer(k, v - S.T @ k)
+        elif name == "comba":
+            S = decay * S + min(beta, 1) * torch.outer(k, v - S.T @ k)
+        else:
+            least = torch.tensor(-0.5, dtype=torch.float64).exp().neg().exp()
+            S = channels.clamp(min=least)[:, None] * S - min(erase, 1) * torch.outer(k, S.T @ k) + torch.outer(k, v)
+        found.append(S)
+    return found
+
+
+@pytest.mark.parametrize("seed, count, keys, values, cosine", CASES)
+def test_rules_of_the_general_row_follow_their_equations(client, seed, count, keys, values, cosine):
+    draw, steps = random.Random(seed), random_steps(seed, count, keys, values)
+    for step in steps:
+        if step["op"] == "write" and draw.random() < 0.7:
+            step |= {"erase": draw.choice([0, 0.5, 1, 1.9]), "write": draw.choice([0, 0.5, 1, 2])}
+    found = ask(client, steps=steps, keys=keys, values=values, cosine=cosine, rules=list(GENERAL), ask="B")
+    assert set(found["rules"]) == set(GENERAL)
+    vectors = symmetric_root(torch.full((keys, keys), cosine, dtype=torch.float64).fill_diagonal_(1.0))
+    written = torch.tensor(found["values"]["written"], dtype=torch.float64)
+    for name in GENERAL:
+        own, wanted = found["rules"][name], torch.stack(general_reference(name, steps, vectors, values))
+        most = 1 + float(wanted.abs().max())
+        assert (torch.tensor(own["states"]).double() - wanted).abs().max() < 1e-5 * most
+        assert (torch.tensor(own["answers"]).double() - vectors @ wanted).abs().max() < 1e-5 * most
+        for i, row in enumerate(own["rows"]):
+            answer = torch.tensor(row, dtype=torch.float64) @ written[:i]
+            assert (answer - vectors[1] @ wanted[i]).abs().max() < 1e-4 * most
+
+
+def test_two_writes_of_gated_delta_product_are_those_of_the_op(client):
+    given = zip("ABAC", "wxyz", (1, 0.2, 0.7, 0.1), strict=True)
+    steps = [write(key, value, decay=decay, beta=1.5) for key, value, decay in given]
+    (own,) = ask(client, steps=steps, cosine=0.4, rules=["gated_delta_product"])["rules"].values()
+    vectors = symmetric_root(torch.full((4, 4), 0.4, dtype=torch.float64).fill_diagonal_(1.0))
+    k = vectors[[0, 1, 0, 2]].view(1, 2, 2, 1, 4)
+    v = torch.eye(4, dtype=torch.float64).view(1, 2, 2, 1, 4)
+    log_decay = torch.tensor([1.0, 0.7], dtype=torch.float64).log().view(1, 2, 1)  # of the first write of each token
+    beta = torch.full((1, 2, 2, 1), 1.5, dtype=torch.float64)
+    _, state = lineate.gated_delta_product(k[:, :, 0], k, v, log_decay, beta)
+    close(own["states"][-1], state[0, 0])
+
+
 @pytest.mark.parametrize("rule", DEMO_RULES)
 def test_attention_rows_times_values_are_the_answers(client, rule):
     steps = random_steps(7, 25, 4, 4)
@@ -191,6 +256,9 @@ REFUSED = {
     "a large value": ({"steps": [write("A", [1, 0, 0, 11])]}, "steps[0].value[3]"),
     "a decay above 1": ({"steps": [write("A", "w", decay=1.1)]}, "steps[0].decay"),
     "a negative decay": ({"steps": [write("A", "w", decay=-0.1)]}, "steps[0].decay"),
+    "an erase above 2": ({"steps": [write("A", "w", erase=2.1)]}, "steps[0].erase"),
+    "a negative write": ({"steps": [write("A", "w", write=-0.1)]}, "steps[0].write"),
+    "a forgotten key with erase": ({"steps": [{"op": "forget", "key": "A", "erase": 1}]}, "steps[0].erase"),
     "a beta above 2": ({"steps": [write("A", "w", beta=2.1)]}, "steps[0].beta"),
     "a forgotten key with beta": ({"steps": [{"op": "forget", "key": "A", "beta": 1}]}, "steps[0].beta"),
     "few channels": ({"steps": [write("A", "w", channels=[1, 1])]}, "steps[0].channels"),
@@ -207,7 +275,7 @@ REFUSED = {
     "a sharpness without end": ({"sharpness": 1e9}, "sharpness"),
     "an unknown rule": ({"rules": ["delta_rule", "mamba"]}, "rules[1]"),
     "a rule of another type": ({"rules": [["delta_rule"]]}, "rules[0]"),
-    "too many rules": ({"rules": ["delta_rule"] * 7}, "rules"),
+    "too many rules": ({"rules": ["delta_rule"] * 40}, "rules"),
     "a question for no key": ({"ask": "E"}, "ask"),
     "an empty question": ({"ask": ""}, "ask"),
 }
@@ -251,6 +319,7 @@ def test_routes_and_headers(client):
         assert client.get(f"/{name}").status_code == 404
     about = client.get("/api/about").json()
     assert [rule["name"] for rule in about["rules"]] == list(DEMO_RULES)
+    assert {rule["name"] for rule in about["memory_rules"]} == {*DEMO_RULES, *GENERAL}
 
 
 def test_only_its_own_names_are_answered(client):

@@ -43,7 +43,7 @@ def client_of(*models):
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("pattern", ["KGAT", "LRDM", "SSA"])
+@pytest.mark.parametrize("pattern", ["KGAT", "LRDM", "SSA", "JUQ", "VVA"])
 def test_numbers_are_those_of_the_model(pattern):
     given = untrained(pattern)
     own, client = given.subject.model, client_of(given)
@@ -68,6 +68,11 @@ def test_numbers_are_those_of_the_model(pattern):
             most = float(memory.abs().max())
             torch.testing.assert_close(torch.tensor(last["cells"]), memory, rtol=0, atol=0.006 * most)  # three digits
             assert found["own"]["norms"]["state"][-1] == pytest.approx(float(memory.norm()), rel=1e-3)
+            n = found["own"]["writes"]
+            assert n == (2 if letter == "U" else 1)
+            assert [len(row) for row in found["own"]["matrix"]] == [n * (i + 1) for i in range(len(TEXT))]
+            assert len(found["own"]["norms"]["written"]) == n * len(TEXT)
+            assert (found["own"]["erased"] is not None) == (letter in "JUQV")
         elif found["kind"] == "softmax":
             assert last["kind"] == "cache" and last["rows"] == len(TEXT)
             assert all(sum(row) == pytest.approx(1, abs=1e-3) for row in found["own"]["matrix"])
@@ -194,6 +199,25 @@ def test_half_lives_of_all_heads(pattern):
             channels = decay[:, head].double().view(len(decay), -1).T
             lives = sorted(math.log(2) / -float(each.median()) for each in channels)
             assert found == pytest.approx(lives[(len(lives) - 1) // 2], rel=5e-3)
+
+
+def test_gates_of_the_general_row():
+    """J erases and writes with rate 1 where the write gate is open; Q's gates depend on each other; V cannot change."""
+    given = untrained("JUQV")
+    client, model = client_of(given), given.subject.model
+    layers = ask(client)["model"]["layers"]
+    assert [layer["gates"] for layer in layers] == [["decay", "write", "output"]] * 2 + [["output"], []]
+    assert [layer["rule"] for layer in layers] == ["gated_delta_rule_2", "gated_delta_product", "comba", "rwkv7"]
+    assert [layer["changeable"] for layer in layers] == [True, True, True, False]
+    found = ask(client, layer=0, changes=[{"layer": 0, "off": ["write"]}])["changed"]
+    assert found["rule"] == "Gated DeltaNet-2" and set(found["write"]) == {1.0}
+    torch.testing.assert_close(torch.tensor(found["erased"]), torch.ones(len(TEXT)), **CLOSE)
+    cache = step(client, 4, layer=1, changes=[{"layer": 1, "rule": "softmax_attention"}])["changed"]
+    assert cache["rows"] == 8  # two pairs a token
+    for n in range(3):  # the same rule through the changed layer is the layer
+        torch.testing.assert_close(logits(beside(model, {n: Change(off=frozenset())})), logits(model), **CLOSE)
+    same = {1: Change("gated_delta_rule")}
+    torch.testing.assert_close(logits(beside(model, same)), logits(model), **CLOSE)
 
 
 def test_mamba_is_shown_and_cannot_be_changed():

@@ -165,7 +165,7 @@ def test_threads_may_register_and_read(empty_place):
         for _ in range(300):
             assert len(kinds()) >= len(ORDER)
 
-    jobs = [*(lambda free=free: add(free) for free in ("BF", "IWY", "XZ")), *[read] * 3]
+    jobs = [*(lambda free=free: add(free) for free in ("BW", "Y", "XZ")), *[read] * 3]
     sys.setswitchinterval(1e-6)
     try:
         threads = [threading.Thread(target=run, args=(job,)) for job in jobs]

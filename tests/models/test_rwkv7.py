@@ -15,6 +15,8 @@ from lineate.models.config import AttentionConfig
 from lineate.models.files.checkpoint import save
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.inspect import describe
+from lineate.models.sharding import model_ranges
+from lineate.parallel.tensor.ranks import Ranks
 from lineate.planning import plan_memory, read_model
 from lineate.planning.activations import saved_by
 from lineate.planning.compute import plan_flops
@@ -28,10 +30,10 @@ def ids_of(t: int, vocab: int = SIZES.vocab, rows: int = 1) -> torch.Tensor:
     return torch.randint(0, vocab, (rows, t), generator=torch.Generator().manual_seed(5))
 
 
-def write(folder: Path, layout: str, **changes) -> Path:
-    tensors = draw(SIZES)
+def write(folder: Path, layout: str, sizes: Sizes = SIZES, **changes) -> Path:
+    tensors = draw(sizes)
     if layout.startswith("fla"):
-        save(folder, as_fla(tensors, fused="x_x" in layout), fla_config(SIZES, **changes))
+        save(folder, as_fla(tensors, fused="x_x" in layout), fla_config(sizes, **changes))
         return folder
     if "all" in layout:  # the first layer has tensors that nothing reads
         tensors |= {f"blocks.0.att.v{n}": tensors[f"blocks.1.att.v{n}"] for n in range(3)}
@@ -101,6 +103,25 @@ def test_a_folder_is_described_planned_saved_and_read_again(tmp_path, layout):
     again = HybridLM.from_pretrained(tmp_path / "own", progress=False)
     assert again.config == model.config
     assert torch.equal(again(ids_of(9)).logits, model(ids_of(9)).logits)
+
+
+class Place(Ranks):
+    """A rank that only loads."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+@pytest.mark.parametrize("layout", ["authors", "fla, one x_x"])
+def test_a_rank_reads_its_heads(tmp_path, layout):
+    folder = write(tmp_path / "model", layout, Sizes(feed=42))
+    whole = HybridLM.from_pretrained(folder, progress=False)
+    for rank in range(3):
+        share = HybridLM.from_pretrained(folder, progress=False, ranks=Place(rank, 3))
+        ranges, found = model_ranges(whole, rank, 3), share.state_dict()
+        assert share.state_nbytes(1) < whole.state_nbytes(1)
+        for name, x in whole.state_dict().items():
+            assert torch.equal(found[name], ranges[name].of(x) if name in ranges else x), name
 
 
 @pytest.mark.parametrize(

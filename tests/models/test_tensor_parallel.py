@@ -31,6 +31,7 @@ from lineate.models import (
     LinearConfig,
     MambaConfig,
     MemoryConfig,
+    RwkvConfig,
 )
 from lineate.models.presets import PRESETS
 from lineate.models.sharding import (
@@ -54,14 +55,22 @@ BASE = HybridConfig(
     linear=LinearConfig(4, 8, 8, 6, decay_rank=5, gate_rank=7),
     mamba=MambaConfig(8, 5, 7, groups=2),
     memory=MemoryConfig(4, 10, chunk=4, window=5),
+    rwkv=RwkvConfig(4, 6, 5, decay_rank=5, rate_rank=3, value_rank=4, gate_rank=7),
     attention=AttentionConfig(8, 2, 10, rotary_dim=4),
     latent=LatentConfig(4, rank=9, nope_dim=6, rope_dim=4, value_dim=5, rope_theta=100.0, gate="head"),
     feed=FeedConfig(20),
 )  # fmt: skip
 EXPERTS = ExpertsConfig(4, 2, 8, shared_size=12, shared_gate=True)
 MODELS = {
-    **{f"letter {letter}": replace(BASE, pattern=letter) for letter in "LRDGKSTPNCEAMHOQ"},
+    **{f"letter {letter}": replace(BASE, pattern=letter) for letter in "LRDGKSTPNCEAMHOQJUVIF"},
     "feature maps": replace(BASE, pattern="L", linear=replace(BASE.linear, feature_map="product")),  # type: ignore[type-var]
+    "channel mix": replace(
+        BASE, n_layers=3, pattern="VVG", feed=FeedConfig(20, kind="channel_mix"), norm="layer", embedding_norm=True,
+    ),
+    "one norm over the heads of a key": replace(
+        BASE, pattern="U",
+        linear=replace(BASE.linear, heads=4, writes=3, group_norm=True, forgets=False),  # type: ignore[type-var]
+    ),
     "one norm over all heads": replace(
         BASE, pattern="O", linear=replace(BASE.linear, norm="all", rope_theta=100.0, key_dim=8),  # type: ignore[type-var]
     ),
@@ -82,7 +91,10 @@ MODELS = {
         linear=replace(BASE.linear, decay_rank=0, gate_rank=0, gate_lower_bound=-5.0),  # type: ignore[type-var]
     ),
 }  # fmt: skip
-FAST = ("letter G", "letter K", "letter S", "letter T", "letter A", "letter M", "experts", "norms after, of all heads")
+FAST = (
+    "letter G", "letter K", "letter S", "letter T", "letter A", "letter M", "channel mix", "experts",
+    "norms after, of all heads",
+)  # fmt: skip
 CASES: dict[str, Callable[[Ranks, Path], None]] = {}
 SIZE_OF: dict[str, int] = {}
 SLOW: set[str] = set()
@@ -481,7 +493,7 @@ def test_the_number_of_ranks_that_is_advised_can_share_the_model(name: str) -> N
 
 
 def test_every_letter_can_be_shared_out() -> None:
-    for letter in letters().replace("V", ""):  # RWKV-7 has no ranks
+    for letter in letters():
         assert rank_config(replace(BASE, pattern=letter), 2).letters == letter * 2
 
 

@@ -74,3 +74,25 @@ def test_gated_delta_rule_2_steps_along_the_key_for_the_error_at_its_probe():
     )
     torch.testing.assert_close(transition, torch.eye(6, dtype=torch.float64) - torch.outer(k[0], e), rtol=1e-12, atol=0)
     assert (transition - transition.T).norm() > 0.05 * (1 - transition.trace() / 6)
+
+
+def test_comba_steps_at_the_memory_before_its_decay():
+    torch.manual_seed(0)
+    S, k, v, log_decay, s, beta = draw(6, 5), normalize(draw(1, 6), dim=-1), draw(1, 5), -draw(1).abs(), 0.7, 0.9
+    erase, write = beta * s * torch.exp(-log_decay).expand(1, 6), torch.full((1, 5), beta, dtype=torch.float64)
+    found = memory_after(gated_delta_rule_2, S, k, k, v, log_decay, erase, write)
+    expected = log_decay.exp() * S - beta / s * gradient(S, squared(s * k[0], v[0]))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("channels", [1, 6])
+def test_preconditioned_keys_scale_the_gradient_a_channel(channels):
+    torch.manual_seed(0)
+    S, k, v, log_decay = draw(6, 5), normalize(draw(1, 6), dim=-1), draw(1, 5), -draw(channels).abs()
+    m, beta = 0.7 + torch.rand(6, dtype=torch.float64), 0.8
+    erase, write = (beta / m)[None], torch.full((1, 5), beta, dtype=torch.float64)
+    decay = log_decay if channels == 1 else log_decay[None]
+    found = memory_after(gated_delta_rule_2, S, k, m * k, v, decay, erase, write)
+    kept = log_decay.exp()[:, None] * S
+    expected = kept - beta * m[:, None] * gradient(kept, squared(k[0], v[0]))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

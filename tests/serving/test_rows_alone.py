@@ -52,6 +52,7 @@ CASES = {
     "comba": one("Q", linear=ODD),
     "gated delta 2": one("J", linear=replace(ODD, decay_rank=5, gate_rank=7)),
     "gated delta product": one("U", linear=replace(ODD, writes=3)),
+    "preconditioned": one("I", linear=ODD),
     "least squares": one("E", linear=ODD),
     "titans": one("T", memory=MemoryConfig(3, 10)),
     "titans, mlp": one("T", memory=MemoryConfig(3, 10, titans="mlp")),

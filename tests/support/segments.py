@@ -40,6 +40,7 @@ from lineate.layers import (
     LinearAttention,
     Mamba2,
     Memory,
+    PreconditionedGatedDeltaNet,
     Retention,
     TokenCache,
 )
@@ -74,6 +75,7 @@ MIXERS = {
     "hgrn2": lambda: HGRN2(HIDDEN, 2, **SIZES),
     "gdn2": lambda: GatedDeltaNet2(HIDDEN, 2, **SIZES),
     "comba": lambda: Comba(HIDDEN, 2, **SIZES),
+    "preconditioned": lambda: PreconditionedGatedDeltaNet(HIDDEN, 2, **SIZES),
     "product": lambda: GatedDeltaProduct(HIDDEN, 2, **SIZES, writes=2, beta_scale=2.0),
     "retention": lambda: Retention(HIDDEN, 2, **SIZES, norm="all", conv_size=4).requires_grad_(),
     "features": lambda: LinearAttention(HIDDEN, 2, **SIZES, feature_map="product", normalize=False),

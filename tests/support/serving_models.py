@@ -46,6 +46,7 @@ PATTERNS = {
     "HOA": replace(CONFIG, pattern="HOA", n_layers=3, linear=LinearConfig(2, 4, 16, 16, rope_theta=100.0)),
     "DKA, rates": replace(CONFIG, pattern="DKA", n_layers=3, linear=LinearConfig(2, 4, 16, 16, rate="exact")),
     "QQA": replace(CONFIG, pattern="QQA", n_layers=3),
+    "IFA": replace(CONFIG, pattern="IFA", n_layers=3),
     "attention alone": replace(CONFIG, pattern="A", n_layers=2),
 }
 

@@ -111,6 +111,7 @@ def describe(models: Models) -> dict[str, Any]:
     return {
         "version": lineate.__version__,
         "rules": [_rule(name) for name in DEMO_RULES],
+        "memory_rules": [_rule(name) for name in memory_view.memory_rules()],
         "mixers": [{"letter": kind.letter, "label": kind.label} for kind in kinds()],
         "presets": list(PRESETS),
         "dtypes": ["float32", "bfloat16", "float16", "fp8", "int8"],
@@ -146,7 +147,8 @@ def _rule(name: str) -> dict[str, Any]:
     return {
         "name": name, "letter": kind.letter, "label": kind.label, "short": narrow_label_of(name),
         "color": kind.look.color, "corrects": row is not None and row.corrects,
-        "decay": "none" if row is None else row.decays[0], "cache": row is None,
+        "decay": "none" if row is None else row.decays[0], "cache": row is None and kind.by_hand is None,
+        "note": "" if kind.by_hand is None else kind.by_hand.note,
     }  # fmt: skip
 
 

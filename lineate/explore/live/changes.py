@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lineate.explore.attention import rule_matrix
-from lineate.explore.subject import Trace, run_rule, trace_layer
+from lineate.explore.subject import Given, Trace, run_rule, trace_layer
 from lineate.layers import LinearMixer
 from lineate.layers.projection import project
 from lineate.layers.state import Memory
@@ -24,7 +24,9 @@ from lineate.models import HybridLM
 
 DECAY, WRITE, OUTPUT = "decay", "write", "output"
 GATES = (DECAY, WRITE, OUTPUT)
-"""The gates of a layer: the decay, the write strength (beta) and the output gate."""
+"""The gates of a layer: the decay, the write strength and the output gate."""
+RATES = ("beta", "erase", "write")
+"""The gates of a rule that are the write strength."""
 SOFTMAX = "softmax_attention"
 OPEN = {"sigmoid": 40.0, "silu": 1.2784645427610738, "none": 0.0}
 """The input with which a gate of this activation multiplies by 1; unused without a gate."""
@@ -49,8 +51,10 @@ class Change:
             found = found.under(self.rule)
         if DECAY in self.off and found.log_decay is not None:
             found = replace(found, log_decay=torch.zeros_like(found.log_decay))
-        if WRITE in self.off and found.beta is not None:
-            found = replace(found, beta=torch.ones_like(found.beta))
+        if WRITE in self.off:
+            rates = {name: getattr(found, name) for name in RATES}
+            opened: dict[str, Any] = {name: torch.ones_like(x) for name, x in rates.items() if x is not None}
+            found = replace(found, **opened)
         return found
 
 
@@ -63,7 +67,10 @@ def gates_of(mixer: nn.Module, found: Trace | None) -> list[str]:
     """
     if found is None or not isinstance(mixer, LinearMixer):
         return []
-    there = {DECAY: found.log_decay is not None, WRITE: found.beta is not None, OUTPUT: True}
+    if not mixer.gates_alone:
+        return [OUTPUT]
+    rates = any(getattr(found, name) is not None for name in RATES)
+    there = {DECAY: found.log_decay is not None, WRITE: rates, OUTPUT: True}
     return [gate for gate in GATES if there[gate]]
 
 
@@ -101,7 +108,7 @@ def _changed_forward(
 ) -> tuple[Tensor, Memory]:
     """Run the changed mixer of a layer on a sequence x `1 t hidden` that begins here."""
     mixer: Any = model.layers[layer].mixer
-    output = _read(change, trace_layer(model, layer, x)).to(x.dtype)  # t hv v
+    output = _read(change, trace_layer(model, layer, Given(x))).to(x.dtype)  # t hv v
     z = mixer.output_gate(mixer.project(x)[1:]).unflatten(-1, output.shape[1:])
     if OUTPUT in change.off:
         z = torch.full_like(z, OPEN[mixer.norm.activation])
@@ -118,7 +125,7 @@ def _read(change: Change, found: Trace) -> Tensor:
             return output
         return output / run_rule(replace(changed, v=torch.ones_like(changed.v)))[0]  # as the layer itself divides
     heads = [found.head(i) for i in range(found.v.shape[1])]
-    return torch.stack([rule_matrix(one, SOFTMAX) @ one.v[:, 0] for one in heads], 1)
+    return torch.stack([rule_matrix(one, SOFTMAX) @ one.values[:, 0] for one in heads], 1)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ A step is one token. Keys are unit vectors, of which any two have the same cosin
 Each key lies mostly in the channel of its own, and exactly there if c = 0.
 
 A write of key and value is the token (k, v) with its decay and beta. Forgetting a key is a token without key and value:
-it only decays. Rules with one decay per head take `decay`; Kimi Delta Attention takes `channels`. Softmax attention has
-no gates and keeps every pair that was written.
+it only decays. Rules with one decay per head take `decay`; those with one per key channel take `channels`. Softmax
+attention has no gates and keeps every pair that was written. Rules of the general row read the same list as the
+`by_hand` of their mixer's row says; those that erase and write separately take `erase` and `write`, which are beta
+unless they are given.
 """
 
 from dataclasses import dataclass
@@ -19,9 +21,12 @@ import torch
 from torch import Tensor
 
 import lineate
+from lineate.call import Inputs
 from lineate.explore.memories import DEMO_RULES
 from lineate.figures import kind_named
-from lineate.rule import Rule, read, rule_named
+from lineate.layers import kinds
+from lineate.layers.by_hand import HandMade, one_head
+from lineate.rule import read, rule_named
 from lineate.torch_ops.tracing import cpu_by_default
 from lineate.web.errors import invalid
 from lineate.web.fields import Fields, shown
@@ -53,6 +58,10 @@ class Step:
     """The decay of each key channel in Kimi Delta Attention."""
     beta: float
     """The rate of the write, for rules that correct."""
+    erase: float
+    """The rate of erasing, for rules that erase and write separately."""
+    write: float
+    """The rate of writing, for rules that erase and write separately."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +120,20 @@ def read_request(body: Fields) -> MemoryRequest:
 
 
 def _rules(body: Fields) -> tuple[str, ...]:
-    """Return the rules, each once, in the order of the table; all if none are named."""
-    found = body.items("rules", len(DEMO_RULES))
+    """Return the rules, each once, in the order of the table; those of the demo if none are named."""
+    known = memory_rules()
+    found = body.items("rules", len(known))
     for i, name in enumerate(found or ()):
-        if name not in DEMO_RULES:
+        if name not in known:
             path = f"rules[{i}]"
-            message = f"{path} must be one of {', '.join(DEMO_RULES)}, got {shown(name)}"
+            message = f"{path} must be one of {', '.join(known)}, got {shown(name)}"
             raise invalid(path, message, "invalid_value")
-    return DEMO_RULES if found is None else tuple(name for name in DEMO_RULES if name in found)
+    return DEMO_RULES if found is None else tuple(name for name in known if name in found)
+
+
+def memory_rules() -> tuple[str, ...]:
+    """Return the rules that the view knows: those of the demo, then the mixers whose row has a `by_hand`."""
+    return (*DEMO_RULES, *(kind.name for kind in kinds() if kind.by_hand is not None))
 
 
 def _step(fields: Fields, keys: int, values: int) -> Step:
@@ -129,11 +144,12 @@ def _step(fields: Fields, keys: int, values: int) -> Step:
     decay = fields.number("decay", 1.0 if writes else 0.0, 0.0, 1.0)
     own = tuple(decay if writes or i == key else 1.0 for i in range(keys))
     channels = _numbers(fields, "channels", keys, 0.0, 1.0) or own
-    value, beta = None, 0.0
+    value, beta, erase, write = None, 0.0, 0.0, 0.0
     if writes:
         value, beta = _value(fields, values), fields.number("beta", 1.0, 0.0, 2.0)
+        erase, write = fields.number("erase", beta, 0.0, 2.0), fields.number("write", beta, 0.0, 2.0)
     fields.finish()
-    return Step(key, value, decay, channels, beta)
+    return Step(key, value, decay, channels, beta, erase, write)
 
 
 def _value(fields: Fields, count: int) -> tuple[float, ...]:
@@ -181,18 +197,20 @@ class _Tokens:
 
     keys: Tensor
     """`n k`: the key of every name."""
-    written: Tensor
-    """`t k`: the key of every step, 0 where nothing is written."""
-    values: Tensor
-    """`t v`."""
     writes: Tensor
     """`t`, bool."""
-    per_head: Tensor
-    """`t`, log_decay."""
-    per_channel: Tensor
-    """`t k`, log_decay."""
-    beta: Tensor
-    """`t`."""
+    steps: HandMade
+    """The gates; keys are 0 where nothing is written."""
+
+    @property
+    def written(self) -> Tensor:
+        """The key of every step, `t k`, 0 where nothing is written."""
+        return self.steps.k
+
+    @property
+    def values(self) -> Tensor:
+        """`t v`."""
+        return self.steps.v
 
 
 def _tokens(asked: MemoryRequest) -> _Tokens:
@@ -204,12 +222,16 @@ def _tokens(asked: MemoryRequest) -> _Tokens:
     at = torch.tensor([step.key for step in steps], dtype=torch.int64)
     return _Tokens(
         keys=keys,
-        written=keys[at] * writes[:, None],
-        values=tensor([step.value or [0.0] * asked.values for step in steps], asked.values),
         writes=writes,
-        per_head=tensor([step.decay for step in steps]).log(),
-        per_channel=tensor([step.channels for step in steps], asked.keys).log(),
-        beta=tensor([step.beta for step in steps]),
+        steps=HandMade(
+            k=keys[at] * writes[:, None],
+            v=tensor([step.value or [0.0] * asked.values for step in steps], asked.values),
+            log_decay=tensor([step.decay for step in steps]).log(),
+            log_decays=tensor([step.channels for step in steps], asked.keys).log(),
+            beta=tensor([step.beta for step in steps]),
+            erase=tensor([step.erase for step in steps]),
+            write=tensor([step.write for step in steps]),
+        ),
     )
 
 
@@ -233,10 +255,11 @@ def run_memory(asked: MemoryRequest) -> dict[str, Any]:
 
 def _run(name: str, asked: MemoryRequest, tokens: _Tokens, targets: Tensor) -> dict[str, Any]:
     """Return one rule's states, norms, answers to all keys, their errors, and the attention rows of the asked key."""
-    if (row := rule_named(name)) is None:
+    inputs = _inputs(name, tokens.steps)
+    if inputs is None:
         states, (answers, rows) = None, _softmax(asked, tokens)
     else:
-        states, rows = _states(row, asked, tokens)  # t+1 k v, t+1 t
+        states, rows = _states(inputs, asked, tokens)  # t+1 k v, t+1 t
         answers = read(states.unsqueeze(1), tokens.keys)  # t+1 n v
     errors = (answers - targets).norm(dim=-1)  # t+1 n; NaN where there is no target
     return {
@@ -267,7 +290,20 @@ def _targets(asked: MemoryRequest) -> Tensor:
     return torch.stack(found)
 
 
-def _states(rule: Rule, asked: MemoryRequest, tokens: _Tokens) -> tuple[Tensor, Tensor]:
+def _inputs(name: str, steps: HandMade) -> Inputs | None:
+    """Return what a rule is called with, `1 t 1 ...`; None for softmax attention."""
+    by_hand = kind_named(name).by_hand
+    if by_hand is not None:
+        return by_hand.inputs(steps)
+    rule = rule_named(name)
+    if rule is None:
+        return None
+    gates = {"none": None, "head": one_head(steps.log_decay), "channel": one_head(steps.log_decays)}
+    k, v, beta = one_head(steps.k), one_head(steps.v), one_head(steps.beta) if rule.corrects else None
+    return Inputs(q=k, k=k, v=v, log_decay=gates[rule.decays[0]], beta=beta)
+
+
+def _states(inputs: Inputs, asked: MemoryRequest, tokens: _Tokens) -> tuple[Tensor, Tensor]:
     """Return the states `t+1 k v`, and the weights `t+1 t` with which the asked key reads the value of each step.
 
     Row i of S is S^T e_i, the memory's answer to axis i. So one attention matrix has both: its queries are the axes
@@ -278,13 +314,11 @@ def _states(rule: Rule, asked: MemoryRequest, tokens: _Tokens) -> tuple[Tensor, 
     if count:
         asking = torch.cat((torch.eye(channels, dtype=torch.float64), tokens.keys[asked.ask, None]))
         q = asking[:, None, None].expand(-1, count, 1, -1)  # k+1 t 1 k
-        gates = {"none": None, "head": tokens.per_head[:, None], "channel": tokens.per_channel[:, None]}
-        decay, beta = gates[rule.decays[0]], tokens.beta[:, None] if rule.corrects else None
-        k, decay, beta = (
-            None if x is None else x.expand(channels + 1, *x.shape) for x in (tokens.written[:, None], decay, beta)
-        )
-        assert k is not None
-        weights[:, 1:] = lineate.attention_matrix(q, k, decay, beta, scale=1.0)[:, 0]
+        call = inputs.map(lambda x: x.expand(channels + 1, *x.shape[1:]), ("k", *inputs.gates())).replace(q=q).given()
+        given: dict[str, Any] = {name: x for name, x in call.items() if name not in ("v", "write")}
+        weights[:, 1:] = lineate.attention_matrix(**given, scale=1.0)[:, 0]
+        if inputs.write is not None:  # one rate for all channels
+            weights = weights * inputs.write[0, :, 0, 0]
     return (weights[:-1] @ tokens.values).transpose(0, 1), weights[-1]
 
 

@@ -11,13 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lineate.call import Options
 from lineate.explore.attention import rule_matrix
 from lineate.explore.forgetting import half_life
 from lineate.explore.live.changes import GATES, SOFTMAX, Change, gates_of
 from lineate.explore.live.models import Models, OpenModel, Reading
 from lineate.explore.memories import DEMO_RULES
+from lineate.explore.subject import Trace, pictured_rule
 from lineate.figures import label_of
+from lineate.forms.general import general_row
 from lineate.layers import LinearMixer, kind_of
+from lineate.rule import ONE_KEY_RULES
 from lineate.torch_ops.tracing import cpu_by_default
 from lineate.web.errors import invalid
 from lineate.web.fields import Fields
@@ -102,8 +106,8 @@ def _change(fields: Fields, model: OpenModel) -> tuple[int, Change]:
             path = f"{fields.path('off')}[{i}]"
             raise invalid(path, f"{path} must be one of {', '.join(GATES)}, got {gate!r}", "invalid_value")
     fields.finish()
-    own = kind_of(letters[layer])
-    return layer, Change(None if rule == (own.rule or own.name) else rule, frozenset(off))
+    own = pictured_rule(kind_of(letters[layer]))
+    return layer, Change(None if rule == own else rule, frozenset(off))
 
 
 def _changeable(model: OpenModel, layer: int) -> bool:
@@ -172,7 +176,7 @@ def describe(model: OpenModel, own: Reading | None = None) -> dict[str, Any]:
         changeable = _changeable(model, n)
         gates = gates_of(own.model.layers[n].mixer, own.trace(n)) if own and changeable else []  # type: ignore[arg-type]
         layers.append(
-            {"letter": letter, "label": kind.label, "rule": kind.rule or kind.name, "heads": heads_of(model, n),
+            {"letter": letter, "label": kind.label, "rule": pictured_rule(kind), "heads": heads_of(model, n),
              "gates": gates, "changeable": changeable, "half_lives": _half_lives(own, n)}
         )  # fmt: skip
     return {
@@ -200,7 +204,7 @@ def _rule(reading: Reading, asked: ModelRequest) -> str:
     """Return the name of the rule that runs in the layer."""
     change = reading.changes.get(asked.layer, Change())
     kind = kind_of(asked.model.subject.config.letters[asked.layer])
-    return change.rule or kind.rule or kind.name
+    return change.rule or pictured_rule(kind)
 
 
 def _picture(reading: Reading, asked: ModelRequest) -> dict[str, Any] | None:
@@ -210,7 +214,7 @@ def _picture(reading: Reading, asked: ModelRequest) -> dict[str, Any] | None:
         return None
     if found is None or _rule(reading, asked) == SOFTMAX:
         return {"rule": _label(reading, asked), "matrix": _triangle(_weights(reading, asked)), "norms": None,
-                "decay": None, "beta": None}  # fmt: skip
+                "decay": None, "beta": None, "erased": None, "write": None, "writes": _writes(found)}  # fmt: skip
     one = found.head(asked.head)
     states, written, corrected, forgotten = reading.states(asked.layer, asked.head)
     return {
@@ -223,8 +227,25 @@ def _picture(reading: Reading, asked: ModelRequest) -> dict[str, Any] | None:
             "forgotten": None if one.log_decay is None else numbers(forgotten),
         },
         "decay": None if one.log_decay is None else _decay(one.log_decay[:, 0]),
-        "beta": None if one.beta is None else numbers(one.beta[:, 0]),
+        "beta": None if one.beta is None else numbers(one.beta[..., 0].flatten()),
+        "erased": None if one.row in ONE_KEY_RULES else numbers(erased_share(one)),
+        "write": None if one.write is None else numbers(one.write[:, 0].mean(-1)),
+        "writes": one.writes,
     }
+
+
+def _writes(found: Trace | None) -> int:
+    return 1 if found is None else found.writes
+
+
+def erased_share(one: Trace) -> Tensor:
+    """Return e . d of each write of one head, `m`: the share that is erased of what the memory holds along d.
+
+    Args:
+        one: The inputs of the rule of one head.
+    """
+    row = general_row(one.inputs, Options(one.row, 1.0))
+    return (row.e * row.d).sum(-1)[0, :, 0]
 
 
 def _label(reading: Reading, asked: ModelRequest) -> str:
@@ -290,7 +311,7 @@ def _cache(reading: Reading, asked: ModelRequest) -> tuple[Tensor, Tensor]:
     found, softmax = reading.trace(asked.layer), reading.softmax(asked.layer)
     if found is not None:
         one = found.head(asked.head)
-        return one.k[: asked.at, 0], one.v[: asked.at, 0]
+        return one.keys[: one.writes * asked.at, 0], one.values[: one.writes * asked.at, 0]
     assert softmax is not None
     head = asked.head // (len(softmax.weights) // len(softmax.keys))
     return softmax.keys[head, : asked.at], softmax.values[head, : asked.at]
@@ -313,8 +334,9 @@ def _next(asked: ModelRequest, own: Reading, changed: Reading | None) -> list[di
 
 
 def _triangle(matrix: Tensor) -> list[list[float]]:
-    """Return the rows of a causal matrix up to its diagonal."""
-    return [row[: i + 1] for i, row in enumerate(numbers(matrix))]
+    """Return the rows of a causal matrix `t m` up to its diagonal, the writes of the token itself."""
+    n = matrix.shape[1] // matrix.shape[0]
+    return [row[: n * (i + 1)] for i, row in enumerate(numbers(matrix))]
 
 
 def largest_of_blocks(x: Tensor) -> Tensor:

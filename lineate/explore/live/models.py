@@ -14,7 +14,7 @@ from lineate.console.names import user_path
 from lineate.explore.live.changes import Change, Softmax, beside, softmax_of
 from lineate.explore.pictures import PictureOptions
 from lineate.explore.state import steps
-from lineate.explore.subject import Subject, Trace, caught, open_subject, reader_of, trace_layer
+from lineate.explore.subject import Given, Subject, Trace, caught, open_subject, reader_of, trace_layer
 from lineate.explore.words import visible
 from lineate.layers import kind_of
 from lineate.models import HybridLM
@@ -47,8 +47,8 @@ class Reading:
     """The copy that read it."""
     changes: Mapping[int, Change]
     """Its changes, by layer."""
-    inputs: dict[int, Tensor]
-    """The input of each layer's mixer, `1 t hidden`."""
+    inputs: dict[int, Given]
+    """The arguments of the call of each layer's mixer."""
     log_probs: Tensor
     """`t vocab`: of the token after each."""
     _found: dict[Any, Any] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Reading:
         if kind_of(self.model.config.letters[layer]).first is not None:  # it cannot run without the layers before it
             return None
         mixer: Any = self.model.layers[layer].mixer
-        found: Softmax | None = self._once(("softmax", layer), lambda: softmax_of(mixer, self.inputs[layer]))
+        found: Softmax | None = self._once(("softmax", layer), lambda: softmax_of(mixer, self.inputs[layer].x))
         return found
 
     def states(self, layer: int, head: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -23,13 +23,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate.call import Inputs, Request
+from lineate.layers.by_hand import ByHand, HandMade, one_head
 from lineate.layers.configs import RwkvConfig
 from lineate.layers.entry import check_call
+<<<<<<< HEAD
 from lineate.layers.mixer import attend_or_decode
 from lineate.layers.projection import project
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rwkv.shift import mix_previous, previous_tokens, shift_spec, shift_weights
 from lineate.layers.state import Carried, Memory, TensorSpec
+=======
+from lineate.layers.projection import project, project_out
+from lineate.layers.registry import Look, MixerKind, ModelSizes, register
+from lineate.layers.rwkv.shift import mix_previous, previous_tokens, shift_spec, shift_weights
+from lineate.layers.state import Carried, Memory, TensorSpec
+from lineate.ops.rules import attend
+from lineate.parallel.tensor.ranks import Ranks
+from lineate.parallel.tensor.shards import Cut, Part, Shard, linear_cuts, share_out
+>>>>>>> w-b
 from lineate.rule import DIAGONAL_PLUS_LOW_RANK, compute_dtype
 from lineate.torch_ops.elementwise import elementwise
 
@@ -136,6 +147,9 @@ class RWKV7(nn.Module):
         gate_rank: width of the low-rank projection to the output gate.
         norm_eps: epsilon of the output norm.
     """
+
+    ranks: Ranks | None = None
+    """If set, the other heads are on other ranks, and the result is this rank's summand (docs/scaling.md)."""
 
     def __init__(
         self,
@@ -272,7 +286,35 @@ class RWKV7(nn.Module):
         y = self.norm(output)
         bonus = self.bonus.to(y.dtype).view(self.heads, self.key_dim)
         y = y + (q.to(y.dtype) * k.to(y.dtype) * bonus).sum(-1, keepdim=True) * v.to(y.dtype)
-        return project(self.out_proj, (y.flatten(2) * entered.gate).to(v.dtype))
+        return project_out(self.out_proj, (y.flatten(2) * entered.gate).to(v.dtype), self.ranks)
+
+    def trace(self, x: Tensor, carried: Carried | None = None) -> Inputs:
+        """Return the arguments of the rule on a sequence x `1 t hidden`, in the compute dtype, for the default scale.
+
+        Args:
+            x: `1 t hidden`.
+            carried: what the layers of the call hand on; None for the first layer.
+        """
+        inputs = self.enter(x, None, None, carried).inputs
+        inputs = inputs.map(lambda y: y.to(compute_dtype(y.dtype)), ("q", "k", "v"))
+        return inputs.replace(q=inputs.q * self.key_dim**0.5)
+
+    def cuts(self) -> dict[str, Cut]:
+        """Return how the parameters are shared out among ranks, by heads; shifts and low ranks are whole on each."""
+        keys, values = (
+            Part(self.heads * self.key_dim, self.heads),
+            Part(self.heads * self.value_dim, self.heads),
+        )
+        cuts = linear_cuts("out_proj", self.out_proj, 1, (values,))
+        for name, part in (("q_proj", keys), ("k_proj", keys), ("v_proj", values)):
+            cuts |= linear_cuts(name, getattr(self, name), 0, (part,))
+        for name, part in (("decay", keys), ("rate", keys), ("value_mix", values), ("gate", values)):
+            low = getattr(self, name)
+            if low is not None:
+                cuts |= linear_cuts(f"{name}.up", low.up, 0, (part,))
+                cuts |= {} if low.offset is None else {f"{name}.offset": Cut(0, (part,))}
+        cuts |= {name: Cut(0, (keys,)) for name in ("erase_scale", "rate_scale", "bonus")}
+        return cuts | {f"norm.{name}": Cut(0, (values,)) for name in ("weight", "bias")}
 
     def stand_in(self, x: Tensor) -> Carried:
         """Return what an earlier layer would have handed on for x `b t hidden`, with zeros for its values."""
@@ -286,6 +328,18 @@ def _make(model: ModelSizes, x: RwkvConfig) -> RWKV7:
     )  # fmt: skip
 
 
+def _divide(x: RwkvConfig, ranks: int) -> RwkvConfig:
+    """Return the sizes of one rank's share."""
+    return replace(x, heads=share_out("the heads", x.heads, ranks))
+
+
+def _by_hand(x: HandMade) -> Inputs:
+    """Erase what the key holds at the rate `erase`, at most 1, then add; a channel keeps at least exp(FASTEST)."""
+    log_decay, k = one_head(x.log_decays.clamp(min=FASTEST)), one_head(x.k)
+    direction = one_head(x.erase.clamp(max=1.0)[:, None]) * k
+    return Inputs(q=k, k=k, v=one_head(x.v), log_decay=log_decay, probe=k * (-log_decay).exp(), direction=direction)
+
+
 KIND = register(
     MixerKind(
         letter="V",
@@ -294,8 +348,11 @@ KIND = register(
         config=RwkvConfig,
         section="rwkv",
         make=_make,
+        trace=RWKV7.trace,
+        by_hand=ByHand(_by_hand, "erases, then forgets; keeps at least .55"),
         look=Look("#661100", "d", (0, (3, 1, 1, 1))),
         rule="diagonal_plus_low_rank",
+        shard=Shard(_divide, lambda mixer: mixer.cuts()),
         first=lambda x: replace(x, value_rank=0),
     )
 )

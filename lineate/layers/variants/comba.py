@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lineate import checks
 from lineate.call import Inputs
+from lineate.layers.by_hand import ByHand, HandMade, one_head
 from lineate.layers.configs import LinearConfig
 from lineate.layers.linear import LINEAR_SHARD, init_decay
 from lineate.layers.mixer import LinearMixer
@@ -52,6 +53,7 @@ class Comba(LinearMixer):
     """
 
     rule = GATED_DELTA_2
+    gates_alone = False  # erase is divided by the decay
     gates = ("values", "heads", "heads")
     options = ("probe",)
 
@@ -95,8 +97,7 @@ class Comba(LinearMixer):
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
         _, b, a = gates
         wide, group = compute_dtype(a.dtype), self.value_heads // self.heads
-        least = math.log(LEAST * torch.finfo(wide).eps)
-        log_decay = decay_of_gate(a.to(wide), self.A_log, self.dt_bias, None).clamp(min=least)  # b t hv
+        log_decay = decay_of_gate(a.to(wide), self.A_log, self.dt_bias, None).clamp(min=_least(wide))  # b t hv
         beta = elementwise(torch.sigmoid, b.to(wide))
         s, D = self.probe_logit.to(wide).sigmoid(), self.correction.to(wide)  # h
         full_q, full_k = q.to(wide), k.to(wide)
@@ -115,6 +116,19 @@ class Comba(LinearMixer):
         )  # fmt: skip
 
 
+def _least(dtype: torch.dtype) -> float:
+    """Return the log of the least decay."""
+    return math.log(LEAST * torch.finfo(dtype).eps)
+
+
+def _by_hand(x: HandMade) -> Inputs:
+    """Compare at the key itself (s = 1), with a rate of at most 1, as the mixer's."""
+    log_decay, beta = x.log_decay.clamp(min=_least(x.k.dtype)), x.beta.clamp(max=1.0)
+    k, v = one_head(x.k), one_head(x.v)
+    erase, write = (one_head(rate[:, None]) for rate in (beta * (-log_decay).exp(), beta))
+    return Inputs(q=k, k=k, v=v, log_decay=one_head(log_decay), erase=erase.expand_as(k), write=write.expand_as(v))
+
+
 COMBA_KIND = register(
     MixerKind(
         letter="Q",
@@ -124,6 +138,8 @@ COMBA_KIND = register(
         config=LinearConfig,
         section="linear",
         make=Comba.from_config,
+        trace=Comba.trace,
+        by_hand=ByHand(_by_hand, "compares with its key before it forgets"),
         look=Look("#44AA99", "v", (0, (3, 2))),
         rule="gated_delta_rule_2",
         shard=LINEAR_SHARD,

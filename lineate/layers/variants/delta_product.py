@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lineate.call import Inputs
+from lineate.layers.by_hand import ByHand, HandMade, one_head
 from lineate.layers.configs import LinearConfig
 from lineate.layers.linear import LINEAR_SHARD, init_decay
 from lineate.layers.mamba2 import GroupedGatedNorm
@@ -161,6 +162,17 @@ def from_megatron(mixer: GatedDeltaProduct, tensors: Mapping[str, Tensor]) -> di
     return {name: taken[name] for name in own}
 
 
+def _by_hand(x: HandMade) -> Inputs:
+    """Join every two writes in one token, which forgets before the first of them; a step that forgets is a token."""
+    second, log_decay = False, x.log_decay.clone()
+    for i, writes in enumerate(x.k.any(-1).tolist()):
+        if second and writes:
+            log_decay[i] = 0.0
+        second = writes and not second
+    k = one_head(x.k)
+    return Inputs(q=k, k=k, v=one_head(x.v), log_decay=one_head(log_decay), beta=one_head(x.beta))
+
+
 DELTA_PRODUCT_KIND = register(
     MixerKind(
         letter="U",
@@ -171,6 +183,8 @@ DELTA_PRODUCT_KIND = register(
         config=LinearConfig,
         section="linear",
         make=GatedDeltaProduct.from_config,
+        trace=GatedDeltaProduct.trace,
+        by_hand=ByHand(_by_hand, "two writes a token; forgets before the first"),
         look=Look("#332288", "P", (0, (5, 2))),
         shard=LINEAR_SHARD,
         step=StepSpec(

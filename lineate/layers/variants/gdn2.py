@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lineate import checks
 from lineate.call import Inputs
+from lineate.layers.by_hand import ByHand, HandMade, one_head
 from lineate.layers.configs import LinearConfig
 from lineate.layers.linear import LINEAR_SHARD, init_decay
 from lineate.layers.mixer import LinearMixer
@@ -98,6 +99,14 @@ class GatedDeltaNet2(LinearMixer):
         return gates[1] if self.gate_proj is None else project(self.gate_proj, gates[1])
 
 
+def _by_hand(x: HandMade) -> Inputs:
+    k, v = one_head(x.k), one_head(x.v)
+    erase, write = (one_head(rate[:, None]) for rate in (x.erase, x.write))
+    return Inputs(
+        q=k, k=k, v=v, log_decay=one_head(x.log_decays), erase=erase.expand_as(k), write=write.expand_as(v)
+    )  # fmt: skip
+
+
 GATED_DELTA_2_KIND = register(
     MixerKind(
         letter="J",
@@ -107,6 +116,8 @@ GATED_DELTA_2_KIND = register(
         config=LinearConfig,
         section="linear",
         make=GatedDeltaNet2.from_config,
+        trace=GatedDeltaNet2.trace,
+        by_hand=ByHand(_by_hand, "erases and writes at rates of their own"),
         look=Look("#117733", "X", (0, (1, 1))),
         shard=LINEAR_SHARD,
         step=StepSpec(

@@ -298,6 +298,7 @@ def check_splits(*mixers: Any) -> None:
             "layers whose sequences are split over ranks (context parallelism) must be LinearAttention (L), "
             "GatedLinearAttention (R), DeltaNet (D), GatedDeltaNet (G), KimiDeltaAttention (K), Mamba2 (S), "
             "HGRN2 (H), Retention (O), GatedDeltaProduct (U), GatedDeltaNet2 (J), Comba (Q), "
+            "PreconditionedGatedDeltaNet (I), PreconditionedKimiDeltaAttention (F), "
             f"GatedAttention (A) or LatentAttention (M), got {', '.join(others)}, whose memory cannot be handed from "
             "rank to rank; keep sequences whole and split the batch instead"
         )

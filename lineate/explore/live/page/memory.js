@@ -14,8 +14,9 @@ export class MemoryView {
   constructor(about, { linked, notice, say }) {
     this.name = "memory";
     Object.assign(this, { about, linked, notice, say, result: null, undone: [], done: [], dragging: null });
-    this.gates = { decay: 0.9, beta: 1, channels: null };
-    const write = (key, value) => ({ op: "write", key, value, decay: 0.9, beta: 1, channels: null });
+    this.rules = about.memory_rules;
+    this.gates = { decay: 0.9, beta: 1, channels: null, erase: null, write: null };
+    const write = (key, value) => ({ op: "write", key, value, ...this.gates });
     this.usual = {
       keys: 4, values: 4, cosine: 0, sharpness: 8, ask: "A", at: 3, rules: about.rules.map((rule) => rule.name),
       steps: [write("A", "w"), write("B", "x"), write("A", "y")],
@@ -27,7 +28,8 @@ export class MemoryView {
 
   /** Make the controls whose number does not change. */
   build() {
-    const { limits, rules } = this.about;
+    const { rules } = this;
+    const { limits } = this.about;
     byId("at").oninput = (event) => this.look({ at: event.target.valueAsNumber });
     byId("undo").onclick = () => this.travel(this.done, this.undone);
     byId("redo").onclick = () => this.travel(this.undone, this.done);
@@ -60,14 +62,14 @@ export class MemoryView {
       this.show();
       return;
     }
-    this.state = stateOf(this, () => fromText(text, this.usual, this.about.rules, this.about.limits));
+    this.state = stateOf(this, () => fromText(text, this.usual, this.rules, this.about.limits));
     this.undone = [];
     this.done = [];
     this.takeGates();
     this.refresh();
   }
 
-  get text() { return toText(this.state, this.about.rules); }
+  get text() { return toText(this.state, this.rules); }
 
   /** Change the state; a slider that is dragged (`dragging` is its name) makes one entry of the history. */
   change(part, dragging = null, ends = true) {
@@ -132,7 +134,7 @@ export class MemoryView {
   /** Copy the gates of the selected write to the next write. */
   takeGates() {
     const { selected } = this;
-    if (selected?.op === "write") this.gates = { decay: selected.decay, beta: selected.beta, channels: selected.channels };
+    if (selected?.op === "write") this.gates = Object.fromEntries(Object.keys(this.gates).map((name) => [name, selected[name] ?? null]));
   }
 
   /** Return the decay of every channel of a step or of the next write. */
@@ -182,7 +184,7 @@ export class MemoryView {
   /** Ask the server for the state, and show what does not depend on its answer. */
   refresh() {
     const { keys, values, cosine, sharpness, ask, rules, steps } = this.state;
-    const sent = steps.map(({ channels, ...step }) => (channels ? { ...step, channels } : step));
+    const sent = steps.map((step) => Object.fromEntries(Object.entries(step).filter(([, x]) => x !== null))); // null: as beta or decay
     this.asker.ask({ keys, values, cosine, sharpness, ask, rules, steps: sent });
     this.showControls();
     this.linked();
@@ -283,7 +285,11 @@ export class MemoryView {
       const show = figure;
       this.gateSliders = {
         decay: slider({ id: "decay", label: "Decay", min: 0, max: 1, step: 0.05, show }, (decay, ends) => this.gate({ decay, channels: null }, "decay", ends)),
-        beta: slider({ id: "beta", label: "Beta", min: 0, max: 2, step: 0.05, show }, (beta, ends) => this.gate({ beta }, "beta", ends)),
+        beta: slider({ id: "beta", label: "Beta", min: 0, max: 2, step: 0.05, show }, (beta, ends) => this.gate({ beta, erase: null, write: null }, "beta", ends)),
+      };
+      this.rateSliders = {
+        erase: slider({ id: "erase", label: "Erase", min: 0, max: 2, step: 0.05, show }, (erase, ends) => this.gate({ erase }, "erase", ends)),
+        write: slider({ id: "write", label: "Write", min: 0, max: 2, step: 0.05, show }, (write, ends) => this.gate({ write }, "write", ends)),
       };
       this.channelSliders = keyNames(state.keys).map((key, i) => slider(
         { id: `channel-${i + 1}`, label: `Channel ${i + 1} (${leans}${key})`, min: 0, max: 1, step: 0.05, show },
@@ -291,24 +297,30 @@ export class MemoryView {
           const channels = this.channelsOf(this.selected ?? this.gates).map((old, j) => (i === j ? decay : round(old)));
           this.gate({ channels }, `channel ${i}`, ends);
         }));
-      const open = holder.querySelector("details")?.open ?? false;
+      const opened = [...holder.querySelectorAll("details")].map((one) => one.open);
+      const part = (i, textContent, sliders) => make("details", { open: opened[i] ?? false }, make("summary", { textContent }), ...sliders.map((one) => one.element));
       holder.replaceChildren(...Object.values(this.gateSliders).map((one) => one.element),
-        make("details", { open }, make("summary", { textContent: "Decay of each channel (Kimi Delta Attention)" }), ...this.channelSliders.map((one) => one.element)));
+        part(0, "Decay of each channel (Kimi Delta Attention, Gated DeltaNet-2, RWKV-7)", this.channelSliders),
+        part(1, "Erase and write separately (Gated DeltaNet-2, RWKV-7)", Object.values(this.rateSliders)));
     }
     const gates = selected ?? this.gates;
     byId("gates-title").textContent = selected ? `Gates of step ${state.at} (${named(selected)})` : "Gates of the next write";
     this.gateSliders.decay.put(gates.decay);
     this.gateSliders.beta.put(forgets ? 0 : gates.beta);
     this.gateSliders.beta.input.disabled = forgets;
+    for (const [name, one] of Object.entries(this.rateSliders)) {
+      one.put(forgets ? 0 : gates[name] ?? gates.beta);
+      one.input.disabled = forgets;
+    }
     this.channelsOf(gates).forEach((decay, i) => this.channelSliders[i].put(decay));
     byId("all-steps").disabled = forgets || !state.steps.length;
   }
 
   /** Return the pictures of the rules and the charts, which are of this width. */
   scenes(width) {
-    const { result, state, about } = this;
+    const { result, state } = this;
     const colours = theme();
-    const rules = about.rules.filter((rule) => rule.name in result.rules);
+    const rules = this.rules.filter((rule) => rule.name in result.rules);
     const at = Math.min(state.at, this.resultSteps.length);
     const view = { result, at, ask: this.resultAsk, steps: this.resultSteps, most: scaleOf(result, at) };
     return {
@@ -324,7 +336,7 @@ export class MemoryView {
   draw() {
     if (!this.result) return;
     const { rules, at, panels, charts, colours } = this.scenes(chartWidth(byId("charts")));
-    for (const rule of this.about.rules) byId("rules").querySelector(`[data-rule=${rule.name}]`).style.background = visible(rule.color, colours);
+    for (const rule of this.rules) byId("rules").querySelector(`[data-rule=${rule.name}]`).style.background = visible(rule.color, colours);
     const { result } = this;
     const key = result.keys.names[this.resultAsk];
     const words = (rule) => {

@@ -27,6 +27,7 @@ const brief = (step) => (step.op === "forget" ? `${step.key}✕` : `${step.key}=
 
 function about(rule) {
   if (rule.cache) return "keeps every pair, has no gates";
+  if (rule.note) return rule.note;
   const does = rule.corrects ? "corrects by its error" : "adds each write";
   return `${does}; ${{ none: "never forgets", head: "one decay for all", channel: "a decay for each channel" }[rule.decay]}`;
 }

@@ -1,7 +1,8 @@
 // A memory's setting and list of steps as text for a link, and back.
 //
 // keys=4&values=4&cosine=0.3&sharpness=8&ask=A&at=2&rules=LDG&steps=A:x:0.9:1;B:0.5~1~0~0:0.9:1:1~1~0.5~1;A:!:0
-// A write is key:value:decay:beta, a forgotten key key:!:decay; the channels' own decays may follow.
+// A write is key:value:decay:beta, a forgotten key key:!:decay; the channels' own decays may follow, then e and the rate
+// of erasing, and w and the rate of writing, where they are not beta.
 
 import { numberFrom, partsOf } from "./controls.js";
 
@@ -16,6 +17,7 @@ function stepText(step) {
   const parts = [step.key, value, step.decay];
   if (step.op === "write") parts.push(step.beta);
   if (step.channels) parts.push(step.channels.join("~"));
+  for (const name of ["erase", "write"]) if (step[name] !== null && step[name] !== undefined) parts.push(`${name[0]}${step[name]}`);
   return parts.join(":");
 }
 
@@ -39,6 +41,8 @@ function stepFrom(text, state, limits) {
   if (step.op === "write") {
     step.value = valueNames(state.values).includes(value) ? value : numbers(value, state.values, -limits.number, limits.number);
     step.beta = numberFrom(rest.shift() ?? "", 0, 2);
+    Object.assign(step, { erase: null, write: null });
+    for (const name of ["write", "erase"]) if (rest.at(-1)?.startsWith(name[0])) step[name] = numberFrom(rest.pop().slice(1), 0, 2);
   }
   if (rest.length) step.channels = numbers(rest.shift(), state.keys, 0, 1);
   if (rest.length) throw new Error(`${text} is too long`);

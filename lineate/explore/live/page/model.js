@@ -187,7 +187,8 @@ export class ModelView {
     this.head.input.value = head;
     const own = model.layers[layer];
     const { rule, off } = this.state.changes[layer] ?? { rule: null, off: [] };
-    fill(this.rule, this.about.rules.map((one) => [one.name, one.name === own.rule ? `${one.label} (own)` : one.label]));
+    const others = this.about.rules.map((one) => [one.name, one.name === own.rule ? `${one.label} (own)` : one.label]);
+    fill(this.rule, this.about.rules.some((one) => one.name === own.rule) ? others : [[own.rule, `${own.label} (own)`], ...others]);
     this.rule.input.value = rule ?? own.rule;
     this.rule.input.disabled = !own.changeable;
     for (const gate of this.gates) {
@@ -254,7 +255,8 @@ export class ModelView {
       const reads = (part) => {
         const row = part.matrix[at - 1];
         const to = row.reduce((best, x, j) => (Math.abs(x) > Math.abs(row[best]) ? j : best), 0);
-        return `token ${at}, ${tokens[at - 1]}, reads token ${to + 1}, ${tokens[to]}, with the largest weight, ${row[to].toFixed(2)}`;
+        const token = Math.floor(to / (part.writes ?? 1));
+        return `token ${at}, ${tokens[at - 1]}, reads token ${token + 1}, ${tokens[token]}, with the largest weight, ${row[to].toFixed(2)}`;
       };
       parts.forEach((part, i) => pictures.push([`${named("Attention", i)}, ${part.rule}: ${reads(part)}`, matrix(named("Attention", i), part, tokens, at, most, width, colours)]));
       states.forEach((part, i) => {
@@ -262,13 +264,13 @@ export class ModelView {
         pictures.push([`${named(what, i)} after token ${at}: ${part.rows} rows, ${part.columns} columns`, state(`${named(what, i)} after token ${at}`, part, tokens, dark, width, colours)]);
       });
       parts.forEach((part, i) => {
-        if (part.beta || part.decay) pictures.push([`${named("Gates", i)} at each token`, gates(named("Gates", i), part, tokens, at, width, colours)]);
+        if (part.beta || part.erased || part.decay) pictures.push([`${named("Gates", i)} at each token`, gates(named("Gates", i), part, tokens, at, width, colours)]);
       });
     }
     const curve = (title, all) => pictures.push([title, lines(title, all, tokens, at, width, colours)]);
     if (own?.norms) {
       const looks = { state: ["S itself", colours.text], written: ["written by the token", colours.fixed], corrected: ["taken back of what its key held", colours.danger], forgotten: ["forgotten before it", colours.cache] };
-      const all = Object.entries(looks).filter(([name]) => own.norms[name]).map(([name, [text, colour]]) => ({ name: text, numbers: own.norms[name], colour }));
+      const all = Object.entries(looks).filter(([name]) => own.norms[name]).map(([name, [text, colour]]) => ({ name: text, numbers: own.norms[name], colour, writes: Math.round(own.norms[name].length / tokens.length) }));
       if (changed?.norms) all.push({ name: "S with the changes", numbers: changed.norms.state, colour: colours.text, dash: 5 });
       curve("Norms of the state and of each write", all);
     }

@@ -50,8 +50,8 @@ export function matrix(title, part, tokens, at, most, width, colours) {
   const columns = columnsOf(tokens, width, Math.max(24, 14 + longest * 6.6));
   const { cell, left, deep, wide } = columns;
   const scene = new Scene(Math.max(wide, 300), 48 + tokens.length * cell + deep);
-  heading(scene, title, `${part.rule}; strongest colour: ${Number(most.toPrecision(2))}`, colours);
-  scene.cells(left, 46, cell, cell, coloursOf(part.matrix.slice(0, at), most, colours));
+  heading(scene, title, `${part.rule}${part.writes > 1 ? `, ${part.writes} writes a token` : ""}; strongest colour: ${Number(most.toPrecision(2))}`, colours);
+  scene.cells(left, 46, cell / (part.writes ?? 1), cell, coloursOf(part.matrix.slice(0, at), most, colours));
   const end = 46 + tokens.length * cell;
   scene.line([[left, 46], [left, end], [left + tokens.length * cell, end]], colours.line);
   scene.rect(left, 46 + (at - 1) * cell, at * cell, cell, "none", { stroke: colours.accent, thickness: 2 });
@@ -85,13 +85,17 @@ export function state(title, part, tokens, most, width, colours) {
   return scene;
 }
 
-function bars(scene, numbers, most, at, y, high, columns, colour, colours) {
-  const { cell, left } = columns;
+/** Add a bar for each number; a token has `writes` of them. */
+function bars(scene, numbers, most, at, y, high, columns, colour, colours, writes = 1) {
+  const { left } = columns;
+  const cell = columns.cell / writes;
   scene.line([[left, y + high], [left + numbers.length * cell, y + high]], colours.line);
   for (const share of [0, 1]) scene.text(left - 5, y + high - share * high + 4, figure(share * most), colours.faint, { size: SIZE, anchor: "end" });
   numbers.forEach((x, j) => {
     const tall = high * Math.min(1, x / most);
-    scene.rect(left + j * cell + 1, y + high - tall, cell - 2, tall, j + 1 === at ? colours.text : colour, { title: `token ${j + 1}: ${x}` });
+    const token = Math.floor(j / writes) + 1;
+    const which = writes > 1 ? `, write ${(j % writes) + 1}` : "";
+    scene.rect(left + j * cell + 1, y + high - tall, Math.max(1, cell - 2), tall, token === at ? colours.text : colour, { title: `token ${token}${which}: ${x}` });
   });
 }
 
@@ -101,12 +105,13 @@ export function gates(title, part, tokens, at, width, colours) {
   const perHead = part.decay?.per === "head";
   const rows = part.decay && !perHead ? part.decay.rows : [];
   const tall = rows.length ? Math.max(4, Math.floor(160 / rows.length)) : 0;
-  const scene = new Scene(Math.max(300, columns.wide), 30 + (part.beta ? 90 : 0) + (perHead ? 90 : 0) + (rows.length ? 24 + rows.length * tall : 0) + columns.deep);
+  const rates = [["write strength (beta)", part.beta], ["share erased along its key", part.erased], ["write strength of the values", part.write]].filter(([, numbers]) => numbers);
+  const scene = new Scene(Math.max(300, columns.wide), 30 + 90 * rates.length + (perHead ? 90 : 0) + (rows.length ? 24 + rows.length * tall : 0) + columns.deep);
   scene.text(8, 18, title, colours.text, { size: 14, weight: 600 });
   let y = 26;
-  if (part.beta) {
-    scene.text(columns.left, y + 12, "write strength (beta)", colours.faint, { size: 12 });
-    bars(scene, part.beta, Math.max(1, ...part.beta), at, y + 20, 60, columns, colours.cache, colours);
+  for (const [what, numbers] of rates) {
+    scene.text(columns.left, y + 12, what, colours.faint, { size: 12 });
+    bars(scene, numbers, Math.max(1, ...numbers), at, y + 20, 60, columns, colours.cache, colours, Math.round(numbers.length / tokens.length));
     y += 90;
   }
   if (part.decay) {
@@ -128,7 +133,7 @@ export function gates(title, part, tokens, at, width, colours) {
   return scene;
 }
 
-/** Return a chart with lines over the tokens; a line is { name, numbers, colour, dash, first }: its first number is that of token `first`. */
+/** Return a chart with lines over the tokens; a line is { name, numbers, colour, dash, first, writes }: its first number is that of token `first`, of which it has `writes`. */
 export function lines(title, all, tokens, at, width, colours) {
   const columns = columnsOf(tokens, width, 44);
   const [top, high] = [28 + 18 * all.length, 150];
@@ -142,10 +147,10 @@ export function lines(title, all, tokens, at, width, colours) {
     scene.text(columns.left - 6, y(share * most) + 4, figure(share * most), colours.faint, { size: SIZE, anchor: "end" });
   }
   scene.line([[x(at), top], [x(at), top + high]], colours.faint, { dash: 3 });
-  all.forEach(({ name, numbers, colour, dash = 0, first = 1 }, i) => {
-    scene.line(numbers.map((number, j) => [x(j + first), y(number)]), colour, { thickness: 2, dash });
+  all.forEach(({ name, numbers, colour, dash = 0, first = 1, writes = 1 }, i) => {
+    scene.line(numbers.map((number, j) => [x((j + 1) / writes + first - 1), y(number)]), colour, { thickness: 2, dash });
     if (numbers.length === 1) scene.dot(x(first), y(numbers[0]), 3, colour);
-    const own = numbers[at - first];
+    const own = numbers[(at - first + 1) * writes - 1];
     if (own !== undefined) scene.dot(x(at), y(own), 4, colour);
     scene.line([[12, 32 + 18 * i], [36, 32 + 18 * i]], colour, { thickness: 2.5, dash });
     scene.text(42, 36 + 18 * i, `${name}${own === undefined ? "" : `: ${figure(own)}`}`, colours.text, { size: 12 });
