@@ -26,21 +26,13 @@ from lineate.call import Inputs, Request
 from lineate.layers.by_hand import ByHand, HandMade, one_head
 from lineate.layers.configs import RwkvConfig
 from lineate.layers.entry import check_call
-<<<<<<< HEAD
 from lineate.layers.mixer import attend_or_decode
-from lineate.layers.projection import project
-from lineate.layers.registry import Look, MixerKind, ModelSizes, register
-from lineate.layers.rwkv.shift import mix_previous, previous_tokens, shift_spec, shift_weights
-from lineate.layers.state import Carried, Memory, TensorSpec
-=======
 from lineate.layers.projection import project, project_out
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rwkv.shift import mix_previous, previous_tokens, shift_spec, shift_weights
 from lineate.layers.state import Carried, Memory, TensorSpec
-from lineate.ops.rules import attend
 from lineate.parallel.tensor.ranks import Ranks
 from lineate.parallel.tensor.shards import Cut, Part, Shard, linear_cuts, share_out
->>>>>>> w-b
 from lineate.rule import DIAGONAL_PLUS_LOW_RANK, compute_dtype
 from lineate.torch_ops.elementwise import elementwise
 
