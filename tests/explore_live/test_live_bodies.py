@@ -25,7 +25,7 @@ def fields(*names, **known):
 
 STEPS = st.lists(
     fields(
-        "decay", "beta", "channels",
+        "decay", "beta", "channels", "erase", "write",
         op=st.sampled_from(["write", "forget"]), key=st.sampled_from("AB"), value=st.sampled_from("yz"),
     ),
     max_size=4,

@@ -115,6 +115,30 @@ def test_rules_are_chosen(page):
     assert list(answers(page)) == ["DeltaNet", "Gated DeltaNet", "Kimi Delta Attention"]
 
 
+def test_rules_that_erase_and_write_separately(page, window):
+    for name in ("Gated DeltaNet-2 (J)", "DeltaProduct (U)", "RWKV-7 (V)"):
+        page.locator("#rules").get_by_label(name).check()
+    clear(page)
+    drag(page, "decay", 0.8)
+    write(page, "A", "w")
+    write(page, "B", "x")
+    shows(page, "Gated DeltaNet-2", [".80 w", ".20", "1.28"])
+    shows(page, "Gated DeltaProduct", ["1 w", "0", "1.41"])  # one token, which forgets before A
+    page.get_by_text("Erase and write separately").click()
+    write(page, "A", "y")
+    drag(page, "write", 0.5)
+    shows(page, "Gated DeltaNet-2", [".50 y", ".50", ".94"])
+    drag(page, "erase", 0)
+    shows(page, "Gated DeltaNet-2", [".64 w, .50 y", ".81", "1.14"])
+    shows(page, "RWKV-7", [".64 w, 1 y", ".64", "1.43"])
+    other = window.context.new_page()
+    other.goto(page.url)
+    asked(other, "after step 3")
+    assert answers(other) == answers(page) and "A:y:0.8:1:e0:w0.5" in page.url
+    drag(page, "beta", 0.5)  # both rates are beta again
+    shows(page, "Gated DeltaNet-2", [".32 w, .50 y", ".59", "1"])
+
+
 def test_a_link_restores_the_view(page, window):
     write(page, "C", "z")
     drag(page, "cosine", 0.3)

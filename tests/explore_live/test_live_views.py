@@ -5,8 +5,9 @@ import re
 import pytest
 from PIL import Image
 
+from lineate.text import Bytes
 from tests.support.chat_page import REFUSED
-from tests.support.explore_page import SIZES
+from tests.support.explore_page import SIZES, untrained
 from tests.support.marks import slow_but
 
 pytestmark = pytest.mark.cover
@@ -142,6 +143,31 @@ def test_what_is_refused_is_said(page, window, tmp_path):
     page.select_option("#which-model", "given")
     summary(page, "tiny, untrained")
     page.locator("#notice").wait_for(state="hidden")
+
+
+def test_a_layer_with_several_writes_is_shown(page, tmp_path):
+    given = untrained("UJQV").subject
+    given.model.save_pretrained(tmp_path / "general")
+    Bytes().save(tmp_path / "general")
+    page.click("#tab-model")
+    summary(page, "Mean loss")
+    page.select_option("#which-model", label="a folder …")
+    page.fill("#folder", str(tmp_path / "general"))
+    page.locator("#folder-form").get_by_role("button", name="Open").click()
+    summary(page, "layer 0, Gated DeltaProduct")
+    page.fill("#text", "ab")
+    summary(page, "after token 2 of 2")
+    first = page.locator("#model-pictures figure").first
+    assert "2 writes a token" in first.inner_text()
+    assert page.locator("#rule option").first.inner_text() == "Gated DeltaProduct (own)"
+    bars = page.locator("#model-pictures svg rect > title").all_text_contents()
+    assert any(text.startswith("token 2, write 1:") for text in bars)
+    page.select_option("#rule", "gated_delta_rule")
+    summary(page, "with the changes", "(+0.000)")
+    page.select_option("#layer", "3")
+    summary(page, "layer 3, RWKV-7")
+    assert page.locator("#rule").is_disabled() and page.locator("#rule").input_value() == "rwkv7"
+    page.locator("#model-pictures", has_text="share erased along its key").wait_for()
 
 
 def losses(page):

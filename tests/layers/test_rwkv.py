@@ -191,6 +191,11 @@ def test_large_weights_are_quantised_and_low_ranks_are_not():
         assert (model(ids).logits - expected).norm() < 0.03 * expected.norm()
 
 
+def test_how_steps_are_read_by_hand_must_be_declared():
+    with pytest.raises(TypeError, match=r"by_hand must be ByHand\(inputs, note\) or None, got 3; None: it is not"):
+        lineate.layers.register(MixerKind("Z", "z", "Z", RwkvConfig, lambda m, c: None, section="rwkv", by_hand=3))
+
+
 def test_the_configuration_of_a_first_layer_must_be_a_function():
     with pytest.raises(TypeError, match=r"first must be a function of \(config\) or None, got 3"):
         lineate.layers.register(MixerKind("Z", "z", "Z", RwkvConfig, lambda m, c: None, section="rwkv", first=3))
