@@ -64,6 +64,7 @@ def same(one: HybridLM, other: HybridLM) -> bool:
 # quantize
 
 
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("bits", [16, 8, 4, "fp8"])
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "granitemoehybrid"])
 def test_checkpoints_of_families(family: str, bits: int | str, tmp_path: Path) -> None:
