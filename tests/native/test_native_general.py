@@ -46,6 +46,7 @@ def test_float32_stays_in_the_budget(rule, decay, n, shape):
         assert_in_budget(rule, inputs, got, size, (chunk_size, normalize_qk), normalize_qk=normalize_qk)
 
 
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @all_cases
 def test_half_precision_is_rounded_once(rule, decay, n, dtype):
