@@ -142,7 +142,7 @@ def _messages(error: BaseException | None) -> str:
 
 
 def make_quick() -> None:
-    """Leave out repeated work of Triton's front end, of which the IR is the same; a third of its time.
+    """Leave out repeated work of Triton's front end, of which the IR is the same; a quarter of its time.
 
     Functions are parsed once, all tensors of one shape share its constants, and garbage is collected rarely.
     """
