@@ -10,6 +10,7 @@ A multiply-add counts as 2. Two conventions:
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -173,7 +174,13 @@ def touched_weights(plan: MemoryPlan, tokens: int, routing: str = "least") -> in
         return total
     x = c.experts
     missed = (1 - x.active / x.count) ** tokens if routing == "expected" else 1 - x.active / x.count
-    return total - round(x.count * missed) * sum(_expert_bytes(plan.model, i) for i in range(c.n_layers))
+    return total - round(x.count * missed) * _one_expert_a_layer(plan.model)
+
+
+@lru_cache(64)
+def _one_expert_a_layer(model: Model) -> int:
+    """Return the bytes of one expert of every layer."""
+    return sum(_expert_bytes(model, i) for i in range(model.config.n_layers))
 
 
 def _expert_bytes(model: Model, layer: int) -> int:

@@ -131,6 +131,7 @@ def same_states(one: ModelState, other: ModelState) -> bool:
     return all(close(x, y, 2e-5) for x, y in pairs)
 
 
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("rows", "ragged"), [(1, False), (3, False), (3, True)])
 def test_steps_are_those_of_the_layers(name: str, rows: int, ragged: bool) -> None:

@@ -197,6 +197,7 @@ def test_wrong_bounds_make_no_cut_outside_of_the_tokens(wrong, path):
     assert found.first_cuts.diff().tolist() == cuts and sum(cuts) <= found.cuts
 
 
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("rule", [(4, 6, 1), (2, 3, 1), (2, 9, 2)], ids=str)
 @pytest.mark.parametrize("sizes", [(16, 32, torch.float32), (64, 128, torch.bfloat16)], ids=str)

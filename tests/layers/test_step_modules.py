@@ -1,5 +1,9 @@
 """Which modules a fused decoding step computes by itself: those of lineate and torch, as they were made."""
 
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -79,11 +83,15 @@ def replace_forward(module: nn.Linear) -> nn.Module:
     return module
 
 
-CHANGES = [wrap, quantise, hook, replace_forward]
+CHANGES = (wrap, quantise, hook, replace_forward)
 
 
-@pytest.mark.parametrize("change", [None, *CHANGES])
-@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def changed(*names: str, by: tuple[Callable[[nn.Linear], nn.Module], ...] = CHANGES) -> list[tuple[str, Any]]:
+    """Return each of these modules with each change, and one case without any."""
+    return [("none", None), *product(names, by)]
+
+
+@pytest.mark.parametrize(("name", "change"), changed("gate_up_proj", "down_proj"))
 @torch.no_grad()
 def test_feed_forward(name, change):
     torch.manual_seed(0)
@@ -134,8 +142,7 @@ def make(kind: type) -> tuple[nn.Module, Memory | CacheInPlace]:
     return mixer, CacheInPlace(caches, 8, 1, (lengths, lengths + 1), {})
 
 
-@pytest.mark.parametrize("change", [None, *CHANGES])
-@pytest.mark.parametrize("name", ["in_proj", "out_proj"])
+@pytest.mark.parametrize(("name", "change"), changed("in_proj", "out_proj"))
 @pytest.mark.parametrize(
     "kind",
     [
@@ -216,6 +223,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("rows", [1, 6])
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("case", STEPS)
@@ -289,8 +297,7 @@ def test_latent_attention_calls_what_was_changed(name, change):
     assert mix_step(RMSNorm(HIDDEN), mixer, x[:, 8:], cache, None) is None
 
 
-@pytest.mark.parametrize("name", ["decay_proj", "gate_proj"])
-@pytest.mark.parametrize("change", [None, wrap, hook, replace_forward])
+@pytest.mark.parametrize(("name", "change"), changed("decay_proj", "gate_proj", by=(wrap, hook, replace_forward)))
 @torch.no_grad()
 def test_low_rank_gates_that_were_changed(name, change):
     """Two of them are one launch; one that does more than multiply is called."""

@@ -20,6 +20,7 @@ from lineate.models import HybridLM, preset
 from lineate.native import build, compiler
 from lineate.native.compiler import NativeUnavailable
 from lineate.text import Bytes
+from tests.support import fresh
 
 CC = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 pytestmark = pytest.mark.skipif(os.name != "posix" or CC is None, reason="needs a POSIX system and a C compiler")
@@ -159,9 +160,7 @@ def test_a_switched_off_backend_is_no_news(tmp_path, monkeypatch):
 
 
 def run_command(tmp_path: Path, *words: str, cc: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lineate.cli", *words]
-    variables = {**environment(cc, tmp_path / "cache"), "PYTHONPATH": str(Path(lineate.__file__).parents[1])}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, cwd=tmp_path)
+    return fresh.command(tmp_path, *words, CC=cc, LINEATE_CACHE=str(tmp_path / "cache"))
 
 
 @pytest.mark.cover

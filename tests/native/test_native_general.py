@@ -34,6 +34,7 @@ def native(rule: Rule, decay: str, inputs: dict[str, Tensor], chunk_size: int | 
     return run(row(rule, decay), inputs, backend="native", chunk_size=chunk_size, **options)
 
 
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("shape", [SMALL, LARGE, WIDE, Shape(2, 1, 1, 3, 7, 4)], ids=str)
 @all_cases
 def test_float32_stays_in_the_budget(rule, decay, n, shape):
@@ -45,6 +46,7 @@ def test_float32_stays_in_the_budget(rule, decay, n, shape):
         assert_in_budget(rule, inputs, got, size, (chunk_size, normalize_qk), normalize_qk=normalize_qk)
 
 
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @all_cases
 def test_half_precision_is_rounded_once(rule, decay, n, dtype):
@@ -54,6 +56,7 @@ def test_half_precision_is_rounded_once(rule, decay, n, dtype):
     assert_in_budget(rule, inputs, got, 32)
 
 
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("special", ["reset -inf", "reset -50", "decay -200", "weak"])
 @pytest.mark.parametrize(
     ("rule", "decay", "n"), [case for case in CASES if case[1] != "none"], ids=[x for x in IDS if "none" not in x]

@@ -86,6 +86,7 @@ def test_stochastic_rounding_of_odd_numbers(path):
 
 
 @pytest.mark.cover
+@pytest.mark.slow(but="pairs")
 @BOTH
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", [GATED_LINEAR, DELTA, KIMI_DELTA], ids=str)
@@ -174,6 +175,7 @@ def token_by_token(inputs: Inputs) -> tuple[Tensor, list[Tensor]]:
     return torch.stack(outputs, 1), states
 
 
+@pytest.mark.slow(but="pairs")
 @BOTH
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)

@@ -65,6 +65,7 @@ def test_nan_alone_is_computed_with(path: dict[str, str]) -> None:
     call(GATED_DELTA, log_decay, **path)
 
 
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("beta", [1e-45, 1e-40, 1.2e-38, 1e-37, 1e-30, -1e-40, -1.2e-38])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", [row for row in ROWS if row.corrects], ids=str)

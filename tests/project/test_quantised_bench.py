@@ -18,6 +18,11 @@ SHAPE = Shape(layers=4, hidden=128)
 
 
 @pytest.fixture(scope="module")
+def theirs(files):
+    return files.theirs(torch.float32)
+
+
+@pytest.fixture(scope="module")
 def files(tmp_path_factory):
     pytest.importorskip("transformers")
     return Files(tmp_path_factory.mktemp("files"), SHAPE)
@@ -60,12 +65,11 @@ def test_who_takes_part():
 
 @pytest.mark.cover
 @pytest.mark.parametrize("kind", TYPES)
-def test_gguf_files_have_the_values_that_the_type_keeps(files, kind, tmp_path):
+def test_gguf_files_have_the_values_that_the_type_keeps(theirs, kind, tmp_path):
     gguf = pytest.importorskip("gguf")
-    model = files.theirs(torch.float32)
-    write_gguf(model, tmp_path / "model.gguf", kind)
+    write_gguf(theirs, tmp_path / "model.gguf", kind)
     found = {x.name: x for x in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
-    for name, tensor in tensors(model.config, model.state_dict()):
+    for name, tensor in tensors(theirs.config, theirs.state_dict()):
         own = found.pop(name)
         matrix = is_matrix(name, tensor.shape)
         assert own.tensor_type.name == (kind if matrix else "F32")

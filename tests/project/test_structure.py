@@ -51,6 +51,11 @@ def tree(module: str) -> ast.Module:
     return ast.parse(sources()[module].read_text())
 
 
+@cache
+def nodes_of(module: str) -> list[ast.AST]:
+    return list(ast.walk(tree(module)))
+
+
 def last_name(node: ast.expr) -> str:
     """Return the last name of an expression such as a.b.c; "" if it does not end in a name."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
@@ -58,7 +63,7 @@ def last_name(node: ast.expr) -> str:
 
 def imported(module: str) -> Iterator[str]:
     """Yield the modules of lineate that a module imports anywhere in its text, by statements or by import_module."""
-    for node in ast.walk(tree(module)):
+    for node in nodes_of(module):
         if isinstance(node, ast.ImportFrom) and not node.level:
             names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
             submodules = [name for name in names[1:] if name in sources()]
@@ -133,7 +138,7 @@ def public_names() -> set[str]:
 @cache
 def registered(module: str) -> set[str]:
     """Return the functions that are handed to torch.library, or to a function of ours that does so."""
-    calls = (node for node in ast.walk(tree(module)) if isinstance(node, ast.Call))
+    calls = (node for node in nodes_of(module) if isinstance(node, ast.Call))
     calls = (node for node in calls if last_name(node.func).startswith(REGISTRARS))
     given = (x for node in calls for x in (*node.args, *(keyword.value for keyword in node.keywords)))
     return {x.id for x in given if isinstance(x, ast.Name)}
@@ -159,7 +164,7 @@ def is_free(node: ast.FunctionDef, module: str) -> bool:
 def long_signatures() -> set[str]:
     found = set()
     for module in sources():
-        for node in ast.walk(tree(module)):
+        for node in nodes_of(module):
             if isinstance(node, ast.FunctionDef) and not is_free(node, module):
                 names = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 if len([x for x in names if x.arg not in ("self", "cls", "ctx")]) > MOST_PARAMETERS:
@@ -171,7 +176,7 @@ def docstrings_without_a_verb() -> set[str]:
     """Return modules, classes and functions whose docstrings begin with "Of"."""
     found = set()
     for module in sources():
-        for node in ast.walk(tree(module)):
+        for node in nodes_of(module):
             documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
             if documented and (ast.get_docstring(node) or "").startswith("Of "):
                 found.add(f"{module}.{getattr(node, 'name', '')}")
@@ -191,7 +196,7 @@ def mixer_tables() -> set[str]:
     for module in sources():
         if module.startswith("lineate.models.families"):
             continue
-        for node in ast.walk(tree(module)):
+        for node in nodes_of(module):
             if isinstance(node, ast.Dict):
                 nodes = [x for x in node.keys if x is not None]
             elif isinstance(node, ast.Match):
@@ -236,7 +241,7 @@ def untyped_launches() -> set[str]:
         f"{module}.{node.name}"
         for module in sources()
         if module.startswith("lineate.kernels.")
-        for node in ast.walk(tree(module))
+        for node in nodes_of(module)
         if isinstance(node, ast.FunctionDef) and not is_typed(node)
         if not any("jit" in ast.unparse(x) for x in node.decorator_list)
     }
@@ -248,7 +253,7 @@ def private_helpers() -> set[str]:
         f"{module} imports {alias.name} of {node.module}"
         for module in sources()
         if module.startswith("lineate.kernels.")
-        for node in ast.walk(tree(module))
+        for node in nodes_of(module)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lineate.kernels.")
         for alias in node.names
         if alias.name.startswith("_")

@@ -2,10 +2,7 @@
 
 import copy
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,11 +24,11 @@ from lineate.quantised.format import temporary_formats
 from lineate.quantised.which import format_of, name_of_bits, quantised_parameters
 from lineate.serving.cache.identity import identity_of
 from lineate.text import Bytes
+from tests.support import fresh
 from tests.support.quantised_weights import EXPERTS, realistic, relative, sizes, tokens
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "CONTRIBUTING.md"
-ENV = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 class Place(Ranks):
@@ -186,11 +183,10 @@ def test_the_command_line_imports_it(tmp_path: Path) -> None:
     (tmp_path / "pairs_module.py").write_text(program())
     realistic(sizes("G", vocab_size=257)).save_pretrained(tmp_path / "plain")
     Bytes().save(tmp_path / "plain")
-    command = [sys.executable, "-m", "lineate.cli", "--import", "pairs_module"]
     for words in (
         ["quantize", "plain", "out", "--bits", "4-pairs"],
         ["generate", "out", "-p", "ab", "--tokens", "3", "--raw"],
     ):
-        done = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, check=False, env=ENV)
+        done = fresh.command(tmp_path, "--import", "pairs_module", *words)
         assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out" / "config.json").read_text())["weights"] == "int4-pairs"

@@ -3,14 +3,13 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.support import fresh
 from tests.support.quantised_weights import WIDE, realistic, relative, sizes, tokens
 
 pytest.importorskip("rich")
@@ -64,6 +63,7 @@ def same(one: HybridLM, other: HybridLM) -> bool:
 # quantize
 
 
+@pytest.mark.slow(but="values")
 @pytest.mark.parametrize("bits", [16, 8, 4, "fp8"])
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "granitemoehybrid"])
 def test_checkpoints_of_families(family: str, bits: int | str, tmp_path: Path) -> None:
@@ -177,9 +177,7 @@ build_app()(["quantize", *sys.argv[2:]])
 @pytest.mark.parametrize("how", ["full", "interrupted"])
 def test_nothing_is_left_behind_if_it_is_stopped(how: str, folder: Path, tmp_path: Path) -> None:
     before, out = files(folder), tmp_path / "a" / "quantised"
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, how, str(folder), str(out)], capture_output=True, text=True, timeout=120
-    )
+    done = fresh.run(f"import sys; sys.argv[1:] = {[how, str(folder), str(out)]}\n" + INTERRUPTED)
     assert done.returncode != 0 and not out.exists()
     if how == "full":
         assert done.returncode == 2 and "File too large: " in done.stderr and "model.safetensors" in done.stderr

@@ -56,6 +56,7 @@ def budget(x: Tensor, weight: Tensor, form: str) -> Tensor:
     return 6 * (HALF.eps / 2) * (1 + 5 * HALF.eps) * size + tiny * (1 + weight.amax()) + summed
 
 
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SIZES)
 @pytest.mark.parametrize("rows", [1, 3, 8, 17])

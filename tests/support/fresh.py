@@ -12,6 +12,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 # The child leaves the loop and runs its code at the top level, so that it ends as `python -c` would.
 SERVER = """
 import json, os, signal, sys, torch
@@ -52,3 +53,10 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         answer = int(server.stdout.readline())
         out, err = (Path(folder, name).read_text() for name in ("out", "err"))
     return subprocess.CompletedProcess(code, answer, out, err)
+
+
+def command(folder: Path, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command `lineate` with these words in a folder, as `python -m lineate.cli` does."""
+    words = ("lineate", *map(str, words))
+    code = f"import os, sys; os.chdir({str(folder)!r}); sys.path[:1] = ['', {str(ROOT)!r}]; sys.argv = {[*words]}\n"
+    return run(code + "from lineate.cli import main; main()", **environment)
