@@ -13,6 +13,7 @@ enum { NO_DECAY, SPEED, ROOT, STEPPED };      // functions from the raw decay to
 enum { ENTER, LOW_RANK, MIX, LEAVE, STAGES };  // stages
 enum { FLOAT8 = 3, BITS_4 = 4, BITS_8 = 8, ABSENT = -1 };  // kinds of weights beyond those of products.h
 enum { WIDEST = 512 };                       // channels of a head
+enum { MOST_WRITES = 8 };                    // of a token
 
 typedef struct {
     i64 kind, out, size;
@@ -35,10 +36,11 @@ typedef struct {  // words of 64 bits, filled in by step.py
     const float *conv, *conv_bias, *A_log, *dt_bias, *skip;  // conv_bias, skip: NULL: there is none
     Norm out_norm;
     i64 corrects, features, scaled, decays, per_channel, divides;  // divides: by the memory's last column, of sums of k
+    i64 writes, channel_rates;  // of a token; whether erase and write have a rate for each channel instead of one beta
     i64 activation, norm_groups, gate_first;                       // norm_groups: of all heads; 0: one norm a head
     double beta_scale, lower_bound;                                // lower_bound 0: there is none
     double temperature, step_least, step_most;
-    i64 at_decay, at_gate, at_write;  // columns of what `in` makes
+    i64 at_decay, at_gate, at_write, at_erase;  // columns of what `in` makes
     Linear decay, gate;              // of low rank, from these columns; ABSENT: the columns themselves
     // attention: query heads, heads of keys and values
     i64 query_heads, kv_heads, head_dim, rotary, gated;

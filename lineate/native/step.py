@@ -17,6 +17,7 @@ ABSENT = -1
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDEST_HEAD = 512
 MOST_TAPS = 8
+MOST_WRITES = 8
 
 
 class Linear(ctypes.Structure):
@@ -42,10 +43,12 @@ class Part(ctypes.Structure):
         ("heads", c_int64), ("shared", c_int64), ("key_dim", c_int64), ("value_dim", c_int64), ("taps", c_int64),
         ("conv", c_void_p), ("conv_bias", c_void_p), ("A_log", c_void_p), ("dt_bias", c_void_p), ("skip", c_void_p),
         ("out_norm", Norm), ("corrects", c_int64), ("features", c_int64), ("scaled", c_int64), ("decays", c_int64),
-        ("per_channel", c_int64), ("divides", c_int64), ("activation", c_int64), ("norm_groups", c_int64),
-        ("gate_first", c_int64), ("beta_scale", c_double), ("lower_bound", c_double), ("temperature", c_double),
+        ("per_channel", c_int64), ("divides", c_int64), ("writes", c_int64), ("channel_rates", c_int64),
+        ("activation", c_int64), ("norm_groups", c_int64), ("gate_first", c_int64),
+        ("beta_scale", c_double), ("lower_bound", c_double), ("temperature", c_double),
         ("step_least", c_double), ("step_most", c_double),
-        ("at_decay", c_int64), ("at_gate", c_int64), ("at_write", c_int64), ("decay", Linear), ("gate", Linear),
+        ("at_decay", c_int64), ("at_gate", c_int64), ("at_write", c_int64), ("at_erase", c_int64),
+        ("decay", Linear), ("gate", Linear),
         ("query_heads", c_int64), ("kv_heads", c_int64), ("head_dim", c_int64), ("rotary", c_int64),
         ("gated", c_int64), ("q_norm", Norm), ("k_norm", Norm), ("scale", c_double), ("cos", c_void_p),
         ("sin", c_void_p),

@@ -81,6 +81,13 @@ INLINE void find_keys(const Part *p, const float *new, i64 row, i64 head, float 
     for (i64 i = 0; i < keys; i++) q[i] *= scale;
 }
 
+// Key `write` of a key head, after the first one.
+INLINE void find_later_key(const Part *p, const float *new, i64 row, i64 head, i64 write, float *k) {
+    convolve(p, new, row, ((1 + write) * p->heads + head) * p->key_dim, p->key_dim, k);
+    if (p->features == UNIT) make_unit(k, p->key_dim, 1.f);
+    else if (p->features == MAP) map_features(k, p->key_dim);
+}
+
 // Whether value heads are units of their own, as there are fewer key heads than threads: their q and k are found before.
 INLINE int is_apart(const Step *a, const Part *p) { return p->shared > 1 && a->rows * p->heads < a->threads; }
 
@@ -90,6 +97,10 @@ static void prepare_keys(const Team *team, const Part *p, i64 unit) {
     find_keys(p, new, row, head, q, k);
     memcpy(new + head * keys, q, keys * sizeof(float));
     memcpy(new + (p->heads + head) * keys, k, keys * sizeof(float));
+    for (i64 j = 1; j < p->writes; j++) {
+        find_later_key(p, new, row, head, j, k);
+        memcpy(new + ((1 + j) * p->heads + head) * keys, k, keys * sizeof(float));
+    }
 }
 
 INLINE float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
@@ -210,6 +221,26 @@ INLINE void add_columns(const void *S, void *T, i64 at, const float *decay, cons
         store(of_q + j * LANES, sum[j], j + 1 == vectors ? last : LANES);
 }
 
+// What the output projection reads of one head: norm(y) * act(z). room: for the activated gate; kept: where it stays for
+// normalize_groups.
+INLINE void leave_head(const Part *p, float *kept, const float *z, i64 width, float *y, float *room, float *out) {
+    float *open = room;
+    if (p->activation != NONE) {
+        if (p->norm_groups && !p->gate_first) open = kept;
+        SWEEP(width, {
+            vec gate[FEW], on[FEW], off[FEW];
+            EACH gate[k] = load(z + c + k * LANES, n);
+            sigmoids(gate, on, off, count);
+            if (p->activation == SILU) EACH on[k] *= gate[k];
+            EACH store(open + c + k * LANES, on[k], n);
+        });
+    }
+    if (!p->norm_groups) normalize(&p->out_norm, y, p->activation == NONE ? NULL : open, out, width);
+    else if (p->activation == NONE || !p->gate_first) memcpy(out, y, width * sizeof(float));
+    else
+        for (i64 i = 0; i < width; i++) out[i] = y[i] * open[i];
+}
+
 // The rule of one row: a key head with all of its value heads, or a value head. narrow and corrects are known to the
 // compiler.
 INLINE void mix_memory(const Team *team, const Part *p, i64 unit, int narrow, int corrects) {
@@ -272,27 +303,97 @@ INLINE void mix_memory(const Team *team, const Part *p, i64 unit, int narrow, in
             }
             for (i64 i = 0; p->skip && i < width; i++) of_q[i] += p->skip[each] * v[i];
         }
-        float *out = team->mixed + (row * values + each) * width, *open = of_k;
-        if (p->activation != NONE) {
-            const float *z = opened + each * width;
-            if (p->norm_groups && !p->gate_first) open = new + p->at_gate + each * width;  // for normalize_groups
-            SWEEP(width, {
-                vec gate[FEW], on[FEW], off[FEW];
-                EACH gate[k] = load(z + c + k * LANES, n);
-                sigmoids(gate, on, off, count);
-                if (p->activation == SILU) EACH on[k] *= gate[k];
-                EACH store(open + c + k * LANES, on[k], n);
+        float *out = team->mixed + (row * values + each) * width;
+        leave_head(p, new + p->at_gate + each * width, opened + each * width, width, of_q, of_k, out);
+    }
+}
+
+// rate_c = scale sigmoid(x_c)
+static void find_rates(const float *x, float scale, i64 size, float *rate) {
+    SWEEP(size, {
+        vec z[FEW], on[FEW], off[FEW];
+        EACH z[k] = load(x + c + k * LANES, n);
+        sigmoids(z, on, off, count);
+        EACH store(rate + c + k * LANES, scale * on[k], n);
+    });
+}
+
+// The same for several writes a token, each of which corrects what the ones before it have left, and for rates of the
+// channels (erase, write). All writes read the decayed memory S' and what the others have written by their keys alone:
+//   r_j = beta_j (v_j - S'^T e_j - sum_{i<j} (e_j . k_i) r_i)      o = S'^T q + sum_j (k_j . q) r_j
+//   T = S' + sum_j k_j r_j^T
+INLINE void mix_writes(const Team *team, const Part *p, i64 unit, int narrow) {
+    const i64 keys = p->key_dim, width = p->value_dim, values = p->heads * p->shared, writes = p->writes;
+    const int apart = is_apart(&team->call, p);
+    const i64 row = unit / (apart ? values : p->heads), own = unit % (apart ? values : p->heads);
+    const i64 begin = apart ? own : own * p->shared, end = begin + (apart ? 1 : p->shared), head = begin / p->shared;
+    float *new = team->entered + row * p->in.out;
+    float q[WIDEST], key[MOST_WRITES][WIDEST], value[MOST_WRITES][WIDEST], decay[WIDEST], probe[WIDEST], rate[WIDEST];
+    float dk[WIDEST], dq[WIDEST], of_k[WIDEST], of_q[WIDEST];
+    if (apart) {
+        memcpy(q, new + head * keys, keys * sizeof(float));
+        for (i64 j = 0; j < writes; j++)
+            memcpy(key[j], new + ((1 + j) * p->heads + head) * keys, keys * sizeof(float));
+    } else {
+        find_keys(p, new, row, head, q, key[0]);
+        for (i64 j = 1; j < writes; j++) find_later_key(p, new, row, head, j, key[j]);
+    }
+    const float *gates = p->decay.kind == ABSENT ? new + p->at_decay : team->decay + row * p->decay.out;
+    const float *opened = p->gate.kind == ABSENT ? new + p->at_gate : team->gate + row * p->gate.out;
+    for (i64 each = begin; each < end; each++) {
+        find_decays(p, gates, each, decay);
+        const i64 bytes = narrow ? 2 : 4, first = each * keys * width;
+        const void *S = (const char *)p->memory_from + (row * p->memory_from_row + first) * bytes;
+        void *T = (char *)p->memory_to + (row * p->memory_to_row + first) * bytes;
+        for (i64 i = 0; i < keys; i++) dq[i] = decay[i] * q[i];
+        for (i64 j = 0; j < writes; j++) {
+            float *v = value[j], beta = 1;
+            convolve(p, new, row, (1 + writes) * p->heads * keys + (j * values + each) * width, width, v);
+            memcpy(probe, key[j], keys * sizeof(float));
+            if (p->channel_rates) {
+                find_rates(new + p->at_erase + each * keys, (float)p->beta_scale, keys, rate);
+                for (i64 i = 0; i < keys; i++) probe[i] *= rate[i];
+                find_rates(new + p->at_write + each * width, 1, width, rate);
+                for (i64 i = 0; i < width; i++) v[i] *= rate[i];
+            } else
+                beta = (float)p->beta_scale / (1.f + expf(-new[p->at_write + j * values + each]));
+            for (i64 i = 0; i < keys; i++) dk[i] = decay[i] * probe[i];
+            i64 c = 0;
+            for (; c + COLUMNS * LANES <= width; c += COLUMNS * LANES)
+                read_columns(S, T, c, dk, dq, keys, width, COLUMNS, LANES, of_k + c, of_q + c, narrow);
+            for (; c < width; c += LANES)
+                read_columns(S, T, c, dk, dq, keys, width, 1, least(LANES, width - c), of_k + c, of_q + c, narrow);
+            for (i64 i = 0; i < j; i++) {
+                const float shared = dot(probe, key[i], keys);
+                for (c = 0; c < width; c++) of_k[c] += shared * value[i][c];
+            }
+            for (c = 0; c < width; c++) v[c] = beta * (v[c] - of_k[c]);
+        }
+        for (i64 j = 0; j < writes; j++) {
+            const float common = dot(q, key[j], keys);
+            for (i64 c = 0; c < width; c++) of_q[c] += common * value[j][c];
+        }
+        for (i64 i = 0; i < keys; i++) {
+            const float d = decay[i];
+            float at_i[MOST_WRITES];
+            for (i64 j = 0; j < writes; j++) at_i[j] = key[j][i];
+            SWEEP(width, EACH {
+                const i64 at = c + k * LANES, place = i * width + at;
+                vec sum = d * load_memory(S, place, n, narrow);
+                for (i64 j = 0; j < writes; j++) sum += at_i[j] * load(value[j] + at, n);
+                store_memory(T, place, sum, n, narrow);
             });
         }
-        if (!p->norm_groups) normalize(&p->out_norm, of_q, p->activation == NONE ? NULL : open, out, width);
-        else if (p->activation == NONE || !p->gate_first) memcpy(out, of_q, width * sizeof(float));
-        else
-            for (i64 i = 0; i < width; i++) out[i] = of_q[i] * open[i];
+        float *out = team->mixed + (row * values + each) * width;
+        leave_head(p, new + p->at_gate + each * width, opened + each * width, width, of_q, of_k, out);
     }
 }
 
 static void mix_head(const Team *team, const Part *p, i64 unit) {
-    if (p->corrects && p->memory_narrow) mix_memory(team, p, unit, 1, 1);
+    if (p->writes > 1 || p->channel_rates) {
+        if (p->memory_narrow) mix_writes(team, p, unit, 1);
+        else mix_writes(team, p, unit, 0);
+    } else if (p->corrects && p->memory_narrow) mix_memory(team, p, unit, 1, 1);
     else if (p->corrects) mix_memory(team, p, unit, 0, 1);
     else if (p->memory_narrow) mix_memory(team, p, unit, 1, 0);
     else mix_memory(team, p, unit, 0, 0);

@@ -34,6 +34,7 @@ from lineate.native import step as native
 from lineate.native.build import available
 from lineate.native.step import Linear, Norm, Part
 from lineate.quantised import QuantisedWeight
+from lineate.rule import GATED_DELTA_2, GATED_DELTA_PRODUCT
 from lineate.torch_ops.elementwise import elementwise
 from lineate.torch_ops.tracing import PLAIN_TENSORS, is_eager
 
@@ -172,7 +173,8 @@ def _bind_memory(part: Part, recorded: Recorded, state: Memory, shared: dict[Has
     part.memory_narrow = memory.dtype is torch.bfloat16
     made = {"memory": new}
     if part.taps:
-        past, channels = given.get("conv"), 2 * part.heads * part.key_dim + heads * part.value_dim
+        keys, values = part.heads * part.key_dim, heads * part.value_dim
+        past, channels = given.get("conv"), keys + part.writes * (keys + values)
         if past is None or past.shape != (rows, channels, part.taps - 1) or not _is_dense(past, 0):
             return None
         kept = past if state.owned else _spare(state, "conv", 0)
@@ -298,7 +300,8 @@ def _frequencies(dim: int, theta: float) -> Tensor:
 def _rule_part(mixer: LinearMixer, spec: StepSpec, hidden: int) -> tuple[Part, list[nn.Module]]:
     if max(mixer.key_dim, mixer.memory_columns) > native.WIDEST_HEAD or mixer.scale not in (None, 1):
         raise _Unfit
-    if spec.rule.general:
+    known = not spec.rule.general or spec.rule in (GATED_DELTA_2, GATED_DELTA_PRODUCT)
+    if not known or mixer.writes > native.MOST_WRITES:
         raise _Unfit
     keys, values = mixer.value_heads * mixer.key_dim, mixer.value_heads * mixer.value_dim
     decays = keys if spec.decay == "channel" else mixer.value_heads
@@ -308,7 +311,8 @@ def _rule_part(mixer: LinearMixer, spec: StepSpec, hidden: int) -> tuple[Part, l
         shared=mixer.value_heads // mixer.heads, key_dim=mixer.key_dim, value_dim=mixer.value_dim,
         corrects=spec.rule.corrects, scaled=mixer.scale is None, divides=spec.divides,
         features=native.FEATURES.index(_features(mixer, spec)), decays=native.DECAY_GATES.index(spec.decay_gate),
-        per_channel=spec.decay == "channel", temperature=mixer.temperature,
+        writes=mixer.writes, channel_rates=spec.rule is GATED_DELTA_2, per_channel=spec.decay == "channel",
+        temperature=mixer.temperature,
         activation=native.ACTIVATIONS.index(mixer.norm.activation), beta_scale=mixer.beta_scale,
         lower_bound=mixer.gate_lower_bound or 0.0, decay=native.no_linear(), gate=native.no_linear(),
     )  # fmt: skip
@@ -319,7 +323,8 @@ def _rule_part(mixer: LinearMixer, spec: StepSpec, hidden: int) -> tuple[Part, l
     if spec.skips:
         part.skip = _parameter(mixer, "D", mixer.value_heads)
     modules = [mixer.in_proj, mixer.out_proj, mixer.norm]
-    _set_norm(part, mixer.norm, mixer.value_heads if spec.grouped else 0)
+    grouped = spec.grouped or isinstance(mixer.norm, GroupedGatedNorm)
+    _set_norm(part, mixer.norm, mixer.value_heads if grouped else 0)
     return part, modules + _set_convolution(part, mixer) + _set_columns(part, mixer, spec)
 
 
@@ -363,7 +368,8 @@ def _set_columns(part: Part, mixer: LinearMixer, spec: StepSpec) -> list[nn.Modu
     sizes = {
         "gate": 0 if mixer.norm.activation == "none" else values,
         "decay": keys if spec.decay == "channel" else mixer.value_heads,
-        "write": mixer.value_heads,
+        "write": values if spec.rule is GATED_DELTA_2 else mixer.value_heads * mixer.writes,
+        "erase": keys,
     }
     modules, at = [], mixer.width
     for column, made in zip(spec.columns, mixer.splits[1:], strict=True):

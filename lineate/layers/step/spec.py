@@ -5,8 +5,7 @@
     S  = S' + k r^T                                    o = scale S^T q
     y  = out_proj(norm(o + D v) * act(gate))
 
-The step in C on a CPU (native.py) and the step in few launches on a GPU (launches.py) read it. Rules of the general
-row have no step in C.
+The step in C on a CPU (native.py) and the step in few launches on a GPU (launches.py) read it.
 """
 
 from dataclasses import dataclass
