@@ -7,23 +7,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from lineate.layers import MixtureOfExperts, RMSNorm
 from lineate.layers.step.launches import feed_step
-from lineate.quantised import FORMATS, QuantisedWeight, quantize
-from tests.support.paths import BF16, GPU, INTERPRETER, ONE_EACH, PATHS, Path, param
+from lineate.quantised import quantize
+from tests.support.experts import ACTIVE, COUNT, assert_near, chosen_by, draw, layer_of, parts_of, plain
+from tests.support.paths import BF16, GPU, INTERPRETER, ONE_EACH, PATHS, param
 
 pytest.importorskip("triton")
 mixture = importlib.import_module("lineate.kernels.layers.mixture")
 grouping = importlib.import_module("lineate.kernels.layers.grouping")
 routing = importlib.import_module("lineate.kernels.layers.routing")
 experts = importlib.import_module("lineate.kernels.layers.experts")
-coded_blocks = importlib.import_module("lineate.kernels.layers.coded_blocks")
 quantised_products = importlib.import_module("lineate.kernels.layers.quantised_products")
 pytestmark = pytest.mark.usefixtures("guarded_memory")
-BOUND = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
-COUNT, ACTIVE = 12, 3
 ROUTERS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "softmax, not renormalised": {"renormalize": False},
@@ -31,69 +29,6 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "groups": {"scores": "sigmoid", "groups": 4, "active_groups": 2, "scale": 2.5},
     "odd groups": {"scores": "sigmoid", "groups": 3, "active_groups": 2},
 }
-
-
-def layer_of(path: Path, hidden: int = 72, size: int = 20, **options: Any) -> MixtureOfExperts:
-    torch.manual_seed(0)
-    made = MixtureOfExperts(hidden, COUNT, ACTIVE, size, **options).requires_grad_(False)
-    if made.router_bias is not None:
-        made.router_bias.uniform_(-0.2, 0.2)
-    return made.to(path.dtype).to(path.device)
-
-
-def parts_of(layer: MixtureOfExperts, shared: bool = True) -> tuple[Any, Any]:
-    """Return the router and the experts as the kernels take them; shared: with the shared expert as one more."""
-    how = routing.Routing(
-        layer.active, layer.scores == "sigmoid", layer.renormalize, layer.scale, layer.groups, layer.active_groups
-    )
-    gate = None if layer.shared_gate is None else layer.shared_gate.weight.detach()
-    own = None
-    if shared and layer.shared is not None:
-        enter = layer.shared.gate_up_proj if layer.kind == "swiglu" else layer.shared.up_proj
-        own = enter.weight.detach(), layer.shared.down_proj.weight.detach()
-    router = mixture.Router(layer.router.weight.detach(), layer.router_bias, gate, how)
-    kept = mixture.Experts(layer.experts_gate_up.detach(), layer.experts_down.detach(), layer.kind, own)
-    return router, kept
-
-
-def draw(path: Path, *shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(path.dtype).to(path.device)
-
-
-def chosen_by(layer: MixtureOfExperts, x: Tensor) -> tuple[Tensor, Tensor]:
-    router, _ = parts_of(layer)
-    logits = routing.score(x, router.weight, None)
-    rounded = torch.float32 if router.routing.sigmoid else x.dtype
-    return routing.choose(logits, router.bias, router.routing, experts=layer.count, rounded=rounded)
-
-
-def plain(layer: MixtureOfExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """Return the layer's output in float64 for these experts."""
-    x = x.double()
-
-    def feed(row: Tensor, enter: Tensor, leave: Tensor) -> Tensor:
-        made = enter.double() @ row
-        if layer.kind == "relu2":
-            return leave.double() @ made.relu().square()
-        gate, up = made.chunk(2)
-        return leave.double() @ (F.silu(gate) * up)
-
-    y = torch.zeros_like(x)
-    for t, row in enumerate(x):
-        for weight, e in zip(weights[t].double(), chosen[t].tolist(), strict=True):
-            y[t] += weight * feed(row, layer.experts_gate_up[e], layer.experts_down[e])
-    if layer.shared is not None:
-        enter = layer.shared.gate_up_proj if layer.kind == "swiglu" else layer.shared.up_proj
-        made = torch.stack([feed(row, enter.weight, layer.shared.down_proj.weight) for row in x])
-        opened = 1.0 if layer.shared_gate is None else (x @ layer.shared_gate.weight.double().T).sigmoid()
-        y += opened * made
-    return y
-
-
-def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    found, expected = found.double().cpu(), expected.double().cpu()
-    assert found.shape == expected.shape
-    assert float((found - expected).norm() / expected.norm()) < BOUND[dtype]
 
 
 # ---- routing
@@ -358,66 +293,6 @@ def test_a_row_that_is_its_own_residual_is_recorded_by_one_address(path, room, m
     assert len(options) == (2 if room else 1), "the same launches have the same signature, others another"
 
 
-@pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("rows", [1, 5])
-def test_the_residual_of_codes_and_of_several_rows_is_added_as_before(path, rows, monkeypatch):
-    """In the launch of the sum; with a norm, by torch."""
-    (router, made), x = parts_of(layer_of(path, 96, 32)), draw(path, rows, 96)
-    coded = [quantize(y.float().cpu(), "int8").to(path.device) for y in (made.gate_up, made.down)]
-    kernels = [quantised_products.Codes(y.codes, y.scales, y.shape[-2], y.format.kernel) for y in coded]
-    added: list[bool] = []
-    add = experts.add
-    monkeypatch.setattr(
-        experts, "add", lambda *given, **named: (added.append(named["residual"] is not None), add(*given, **named))[1]
-    )
-    monkeypatch.setattr(experts, "leave_one", None)
-    monkeypatch.setattr(quantised_products, "LEFT", 0)  # without room in the registers
-    for own in (mixture.Experts(*kernels, "swiglu"), *([made] if rows > 1 else [])):
-        found = mixture.mix(x, router, own)
-        assert torch.equal(mixture.mix(x, router, own, residual=2 * x), 2 * x + found)
-        assert added == [False, True]
-        added.clear()
-        if rows == 1:
-            around = draw(path, 96, seed=1), 1e-5, False
-            assert torch.equal(
-                mixture.mix(x, router, own, residual=x, norm=around), x + mixture.mix(x, router, own, norm=around)
-            )
-            assert added == [False, False]
-            added.clear()
-
-
-@pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
-@pytest.mark.parametrize(("kind", "size"), [("swiglu", 96), ("relu2", 160)])
-def test_the_second_product_of_one_row_of_codes(path, form, kind, size, monkeypatch):
-    """It is one launch with the weighted sum and the residual, with a shared expert or without one."""
-    layer = layer_of(path, 64, size, kind=kind, shared_size=size, shared_gate=True, scores="sigmoid")
-    codes = []
-    shared = layer.shared.gate_up_proj if kind == "swiglu" else layer.shared.up_proj
-    owners = (layer, "experts_gate_up"), (layer, "experts_down"), (shared, "weight"), (layer.shared.down_proj, "weight")
-    for owner, name in owners:
-        weight = quantize(getattr(owner, name).float().cpu(), form)
-        assert isinstance(weight, QuantisedWeight)
-        setattr(owner, name, nn.Parameter(weight.decoded().to(path.device), requires_grad=False))
-        tiles = weight.codes.to(path.device), weight.scales.to(path.device)
-        codes.append(quantised_products.Codes(*tiles, weight.shape[-2], FORMATS[form].kernel))
-    router = parts_of(layer)[0]
-    made = mixture.Experts(codes[0], codes[1], kind, (codes[2], codes[3]))
-    if path.device == "cpu":  # the first product takes a shared expert on Hopper alone
-        made, layer.shared = made._replace(shared=None), None
-        router = router._replace(gate=None)
-    x = draw(path, 1, 64)
-    expected = plain(layer, x, *chosen_by(layer, x))
-    monkeypatch.setattr(experts, "add", None)
-    assert mixture.takes_row(x, made, ACTIVE)
-    found = mixture.mix(x, router, made)
-    assert_near(found, expected, path.dtype)
-    assert torch.equal(mixture.mix(x, router, made, residual=2 * x), 2 * x + found), "the sum is rounded before"
-    around = draw(path, 64, seed=1), 1e-5, False
-    alone = mixture.mix(x, router, made, norm=around)
-    assert torch.equal(mixture.mix(x, router, made, residual=x, norm=around), x + alone)
-
-
 def test_how_many_channels_a_program_of_one_row_has():
     for n, k, pairs, wanted in ((2048, 512, 9, 8), (2304, 1024, 9, 0), (2048, 512, 11, 0), (72, 20, 4, 1)):
         weight = torch.empty(2, n, k, dtype=torch.bfloat16, device="meta")
@@ -436,78 +311,6 @@ def test_the_place_of_a_pair_does_not_change_its_bits(path, rows):
     x = draw(path, rows, 256)
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(3)).to(path.device)
     assert torch.equal(mixture.mix(x[order], router, made), mixture.mix(x, router, made)[order])
-
-
-@pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
-@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
-def test_weights_in_codes(path, form, kind, monkeypatch):
-    monkeypatch.setattr(mixture, "DECODED", 4 * 64 * 96)  # four experts at a time
-    layer = layer_of(path, 96, 32, kind=kind, scores="sigmoid")
-    codes = []
-    for name in ("experts_gate_up", "experts_down"):
-        weight = quantize(getattr(layer, name).float().cpu(), form)
-        assert isinstance(weight, QuantisedWeight)
-        setattr(layer, name, nn.Parameter(weight.decoded().to(path.device), requires_grad=False))
-        tiles = weight.codes.to(path.device), weight.scales.to(path.device)
-        codes.append(quantised_products.Codes(*tiles, weight.shape[-2], FORMATS[form].kernel))
-    router, made = parts_of(layer)
-    made = made._replace(gate_up=codes[0], down=codes[1])
-    x = draw(path, 600, 96)
-    many = (65,) if (form, kind) == ("int8", "swiglu") else ()
-    for rows in (1, 4, *many) if path.device == "cpu" else (1, 4, 64, 150, 600):
-        assert mixture.serves(x[:rows], router, made)
-        found = mixture.mix(x[:rows], router, made)
-        assert_near(found, plain(layer, x[:rows], *chosen_by(layer, x[:rows])), path.dtype)
-        if rows == 64:
-            assert torch.equal(mixture.mix(x[5:7], router, made), found[5:7]), "other rows changed the bits"
-
-
-@pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
-@pytest.mark.parametrize("kind", ["swiglu", "relu2", None])
-def test_codes_decoded_for_a_block(path, form, kind):
-    """Experts with no pair, with some, and with more than a block."""
-    counts = torch.tensor([0, 20, 1, 16, 33, 0, 7, 16, 0, 9, 3, 0])
-    chosen = torch.repeat_interleave(torch.arange(COUNT), counts)[torch.randperm(105)].view(35, 3).int().to(path.device)
-    n, k, shape = 64, 192, {"BM": 16, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 2}
-    halves = 2 if kind == "swiglu" else 1
-    weight = quantize(torch.randn(COUNT, halves * n, k) * 0.1, form)
-    assert isinstance(weight, QuantisedWeight)
-    codes = quantised_products.Codes(
-        weight.codes.to(path.device), weight.scales.to(path.device), halves * n, FORMATS[form].kernel
-    )
-    x = draw(path, 35, k)
-    y = torch.full((105, n), torch.nan, dtype=path.dtype, device=path.device)
-    groups = grouping.group(chosen, COUNT, shape["BM"])
-    coded_blocks.multiply(x, codes, kind, groups, y, every=3, shape=shape)
-    values = weight.decoded().to(path.dtype).double()[chosen.flatten().long().cpu()]
-    made = torch.einsum("pnk,pk->pn", values, x.double().cpu().repeat_interleave(3, 0))
-    if kind == "swiglu":
-        gate, up = made.chunk(2, 1)
-        made = F.silu(gate) * up
-    assert_near(y, made.relu().square() if kind == "relu2" else made, path.dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
-def test_a_mixture_of_codes_decoded_for_blocks(form, monkeypatch):
-    """As with the decoded weights."""
-    layer = layer_of(BF16, 256, 128, scores="sigmoid")
-    codes, router = [], parts_of(layer)[0]
-    for name in ("experts_gate_up", "experts_down"):
-        weight = quantize(getattr(layer, name).float().cpu(), form)
-        assert isinstance(weight, QuantisedWeight)
-        tiles = weight.codes.cuda(), weight.scales.cuda()
-        codes.append(quantised_products.Codes(*tiles, weight.shape[-2], FORMATS[form].kernel))
-    made = parts_of(layer)[1]._replace(gate_up=codes[0], down=codes[1])
-    x = draw(BF16, 2000, 256)
-    for rows in (513, 1000, 2000):
-        results = []
-        for most in (0, 2000):
-            monkeypatch.setattr(mixture, "MOST_PAIRS", most)
-            results.append(mixture.mix(x[:rows], router, made))
-        assert_near(*results, torch.bfloat16)
 
 
 def test_stages_fit_into_the_shared_memory_of_other_gpus():

@@ -1,0 +1,139 @@
+"""A mixture of experts whose weights are in codes, by kernels, compared with the decoded weights."""
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.experts import (
+    ACTIVE,
+    COUNT,
+    assert_near,
+    chosen_by,
+    codes_of,
+    draw,
+    layer_of,
+    parts_of,
+    plain,
+    put_in_codes,
+)
+from tests.support.paths import BF16, ONE_EACH
+
+pytest.importorskip("triton")
+mixture = importlib.import_module("lineate.kernels.layers.mixture")
+grouping = importlib.import_module("lineate.kernels.layers.grouping")
+experts = importlib.import_module("lineate.kernels.layers.experts")
+coded_blocks = importlib.import_module("lineate.kernels.layers.coded_blocks")
+quantised_products = importlib.import_module("lineate.kernels.layers.quantised_products")
+pytestmark = pytest.mark.usefixtures("guarded_memory")
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_the_residual_of_codes_and_of_several_rows_is_added_as_before(path, rows, monkeypatch):
+    """In the launch of the sum; with a norm, by torch."""
+    (router, made), x = parts_of(layer_of(path, 96, 32)), draw(path, rows, 96)
+    kernels = [codes_of(y, "int8", path)[0] for y in (made.gate_up, made.down)]
+    added: list[bool] = []
+    add = experts.add
+    monkeypatch.setattr(
+        experts, "add", lambda *given, **named: (added.append(named["residual"] is not None), add(*given, **named))[1]
+    )
+    monkeypatch.setattr(experts, "leave_one", None)
+    monkeypatch.setattr(quantised_products, "LEFT", 0)  # without room in the registers
+    for own in (mixture.Experts(*kernels, "swiglu"), *([made] if rows > 1 else [])):
+        found = mixture.mix(x, router, own)
+        assert torch.equal(mixture.mix(x, router, own, residual=2 * x), 2 * x + found)
+        assert added == [False, True]
+        added.clear()
+        if rows == 1:
+            around = draw(path, 96, seed=1), 1e-5, False
+            assert torch.equal(
+                mixture.mix(x, router, own, residual=x, norm=around), x + mixture.mix(x, router, own, norm=around)
+            )
+            assert added == [False, False]
+            added.clear()
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize(("kind", "size"), [("swiglu", 96), ("relu2", 160)])
+def test_the_second_product_of_one_row_of_codes(path, form, kind, size, monkeypatch):
+    """It is one launch with the weighted sum and the residual, with a shared expert or without one."""
+    layer = layer_of(path, 64, size, kind=kind, shared_size=size, shared_gate=True, scores="sigmoid")
+    shared = layer.shared.gate_up_proj if kind == "swiglu" else layer.shared.up_proj
+    owners = (layer, "experts_gate_up"), (layer, "experts_down"), (shared, "weight"), (layer.shared.down_proj, "weight")
+    codes = [put_in_codes(*owner, form, path) for owner in owners]
+    router = parts_of(layer)[0]
+    made = mixture.Experts(codes[0], codes[1], kind, (codes[2], codes[3]))
+    if path.device == "cpu":  # the first product takes a shared expert on Hopper alone
+        made, layer.shared = made._replace(shared=None), None
+        router = router._replace(gate=None)
+    x = draw(path, 1, 64)
+    expected = plain(layer, x, *chosen_by(layer, x))
+    monkeypatch.setattr(experts, "add", None)
+    assert mixture.takes_row(x, made, ACTIVE)
+    found = mixture.mix(x, router, made)
+    assert_near(found, expected, path.dtype)
+    assert torch.equal(mixture.mix(x, router, made, residual=2 * x), 2 * x + found), "the sum is rounded before"
+    around = draw(path, 64, seed=1), 1e-5, False
+    alone = mixture.mix(x, router, made, norm=around)
+    assert torch.equal(mixture.mix(x, router, made, residual=x, norm=around), x + alone)
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
+def test_weights_in_codes(path, form, kind, monkeypatch):
+    monkeypatch.setattr(mixture, "DECODED", 4 * 64 * 96)  # four experts at a time
+    layer = layer_of(path, 96, 32, kind=kind, scores="sigmoid")
+    gate_up, down = (put_in_codes(layer, name, form, path) for name in ("experts_gate_up", "experts_down"))
+    router, made = parts_of(layer)
+    made = made._replace(gate_up=gate_up, down=down)
+    x = draw(path, 600, 96)
+    many = (65,) if (form, kind) == ("int8", "swiglu") else ()
+    for rows in (1, 4, *many) if path.device == "cpu" else (1, 4, 64, 150, 600):
+        assert mixture.serves(x[:rows], router, made)
+        found = mixture.mix(x[:rows], router, made)
+        assert_near(found, plain(layer, x[:rows], *chosen_by(layer, x[:rows])), path.dtype)
+        if rows == 64:
+            assert torch.equal(mixture.mix(x[5:7], router, made), found[5:7]), "other rows changed the bits"
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("kind", ["swiglu", "relu2", None])
+def test_codes_decoded_for_a_block(path, form, kind):
+    """Experts with no pair, with some, and with more than a block."""
+    counts = torch.tensor([0, 20, 1, 16, 33, 0, 7, 16, 0, 9, 3, 0])
+    chosen = torch.repeat_interleave(torch.arange(COUNT), counts)[torch.randperm(105)].view(35, 3).int().to(path.device)
+    n, k, shape = 64, 192, {"BM": 16, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 2}
+    halves = 2 if kind == "swiglu" else 1
+    codes, numbers = codes_of(torch.randn(COUNT, halves * n, k) * 0.1, form, path)
+    x = draw(path, 35, k)
+    y = torch.full((105, n), torch.nan, dtype=path.dtype, device=path.device)
+    groups = grouping.group(chosen, COUNT, shape["BM"])
+    coded_blocks.multiply(x, codes, kind, groups, y, every=3, shape=shape)
+    values = numbers.to(path.dtype).double()[chosen.flatten().long()].cpu()
+    made = torch.einsum("pnk,pk->pn", values, x.double().cpu().repeat_interleave(3, 0))
+    if kind == "swiglu":
+        gate, up = made.chunk(2, 1)
+        made = F.silu(gate) * up
+    assert_near(y, made.relu().square() if kind == "relu2" else made, path.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+def test_a_mixture_of_codes_decoded_for_blocks(form, monkeypatch):
+    """As with the decoded weights."""
+    layer = layer_of(BF16, 256, 128, scores="sigmoid")
+    router, made = parts_of(layer)
+    made = made._replace(gate_up=codes_of(made.gate_up, form, BF16)[0], down=codes_of(made.down, form, BF16)[0])
+    x = draw(BF16, 2000, 256)
+    for rows in (513, 1000, 2000):
+        results = []
+        for most in (0, 2000):
+            monkeypatch.setattr(mixture, "MOST_PAIRS", most)
+            results.append(mixture.mix(x[:rows], router, made))
+        assert_near(*results, torch.bfloat16)
