@@ -96,3 +96,17 @@ def test_preconditioned_keys_scale_the_gradient_a_channel(channels):
     kept = log_decay.exp()[:, None] * S
     expected = kept - beta * m[:, None] * gradient(kept, squared(k[0], v[0]))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("center", "least", "most"), [(-1.0, 30, 100), (-8.0, 0, 1)])
+def test_writes_with_different_factors_can_make_a_memory_grow(center, least, most):
+    """Three keys in turn, beta = 1, bound 1.5, c of the last key alone, no decay: the growth of S in 300 tokens."""
+    keys = torch.tensor([[-0.36, -0.35, -0.87], [0.87, -0.36, 0.35], [0.35, -0.87, -0.36]], dtype=torch.float64)
+    k = normalize(keys, dim=-1).repeat(100, 1)
+    s = (k.square() + 1e-6).log() - center
+    m = 1.5 ** (-s / (1 + s.abs()))
+    assert ((m * k * k).sum(-1) < 1.5).all()  # every write has an eigenvalue in [-1, 1]
+    nothing, S = torch.zeros_like(k), torch.eye(3, dtype=torch.float64)
+    inputs = (k, m * k, nothing, nothing[:, 0], 1 / m, nothing)
+    state = gated_delta_rule_2(*(x[None, :, None] for x in inputs), state=S[None, None]).state[0, 0]
+    assert least < state.norm() < most
