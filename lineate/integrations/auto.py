@@ -22,6 +22,7 @@ from lineate import layers
 from lineate.forms.sequences import locate
 from lineate.models.checks import check_ids, check_mask, check_state
 from lineate.models.config import HybridConfig
+from lineate.models.files.filling import KEPT_FLOAT32
 from lineate.models.files.saving import check_described
 from lineate.models.hybrid import HybridLM, drawn_mixer, empty_model, next_token_loss
 from lineate.models.state import ModelState
@@ -223,7 +224,7 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
     accepts_loss_kwargs = True  # forward takes num_items_in_batch
     _input_embed_layer = "embed"
     _no_split_modules: ClassVar[list[str]] = ["Block"]
-    _keep_in_fp32_modules_strict: ClassVar[set[str]] = {"A_log", "dt_bias", "router_bias"}
+    _keep_in_fp32_modules_strict: ClassVar[set[str]] = KEPT_FLOAT32
     _is_stateful = True  # transformers then refuses assisted generation, which crops the cache
     _gradient_checkpointing_func: Callable[..., Any]
     embed: nn.Embedding

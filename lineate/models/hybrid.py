@@ -420,8 +420,8 @@ class HybridLM(nn.Module):
     ) -> "HybridLM":
         """Make a model in eval mode from a checkpoint.
 
-        Decays (A_log, dt_bias, lower_bound) and router_bias are float32 whatever the dtype is; model.to(dtype) would
-        round them too.
+        Decays (A_log, dt_bias, past_A_log, past_dt_bias, lower_bound) and router_bias are float32 whatever the dtype
+        is; model.to(dtype) would round them too.
 
         Args:
             name: a folder with config.json and safetensors, a GGUF file or a folder with one, or a name on the Hugging

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from lineate.layers import PreconditionedGatedDeltaNet, PreconditionedKimiDeltaAttention, kind_of
 from lineate.layers.configs import LinearConfig
 from lineate.layers.registry import Sizes
+from lineate.models import FeedConfig, HybridConfig, HybridLM
 
 HIDDEN, HEADS, VALUE_HEADS, KEY, VALUE = 12, 2, 4, 5, 3
 SIZES = {"value_heads": VALUE_HEADS, "key_dim": KEY, "value_dim": VALUE, "conv_size": 0}
@@ -135,3 +136,12 @@ def test_the_bound_must_be_above_1(letter):
         kind_of(letter).make(Sizes(8), replace(LinearConfig(2, 2, 4, 4), precondition=1.0))
     with pytest.raises(ValueError, match=r"LinearConfig\.precondition must be above 1, got 1\.0"):
         replace(LinearConfig(2, 2, 4, 4), precondition=1.0).check_sizes()
+
+
+def test_decays_stay_in_float32_in_a_model_of_bfloat16(tmp_path):
+    """The rounded past_A_log would be exponentiated, as A_log would."""
+    config = HybridConfig(9, 8, 2, "IF", linear=LinearConfig(2, 2, 4, 4), feed=FeedConfig(8))
+    HybridLM(config).save_pretrained(tmp_path)
+    model = HybridLM.from_pretrained(tmp_path, dtype="bfloat16", progress=False)
+    kept = {name.rpartition(".")[2] for name, x in model.state_dict().items() if x.dtype == torch.float32}
+    assert kept == {"A_log", "dt_bias", "past_A_log", "past_dt_bias"}

@@ -26,7 +26,7 @@ from lineate.quantised.weight import QuantisedWeight
 from lineate.quantised.which import empty_quantised
 
 __all__ = ["Narrow", "Piece", "Reordered", "allocate", "box_of", "dtype_of", "fill", "units_of"]
-KEPT_FLOAT32 = {"A_log", "dt_bias", "lower_bound", "router_bias"}
+KEPT_FLOAT32 = {"A_log", "dt_bias", "past_A_log", "past_dt_bias", "lower_bound", "router_bias"}
 """Gate and router parameters whose rounding would be exponentiated or would change a choice."""
 DECODING = 2**24
 """About the bytes in memory while some rows of an encoded tensor are decoded."""

@@ -103,8 +103,8 @@ def load(
 ) -> None:
     """Give a model on the meta device its tensors; if anything fails it is unchanged.
 
-    Floating tensors become `dtype`, except A_log, dt_bias, lower_bound and router_bias, which are float32, and those in
-    `quantised`, which become weights of these formats; to callers they have `dtype`.
+    Floating tensors become `dtype`, except those of KEPT_FLOAT32, which are float32, and those in `quantised`, which
+    become weights of these formats; to callers they have `dtype`.
     """
     targets, quantised = _find_targets(model), quantised or {}
     check_all({name: target.like for name, target in targets.items()}, plan, checkpoint, hint)
