@@ -45,7 +45,7 @@ class LinearConfig:
         writes: keys and values a token of Gated DeltaProduct (U).
         forgets: whether Gated DeltaProduct has a decay (U).
         probe: what Comba (Q) compares, a "unit" key (flash-linear-attention) or one that is "scaled" (its equation).
-        precondition: the bound of the factor of written keys (I, F), above 1; they lie between 1 / it and it.
+        precondition: the bound of the factor of written keys (I, F), above 1; the factor lies between 1 / it and it.
         norm: whether the output norm of retention (O) is one a "head" or one over "all" heads.
         group_norm: whether the output norm of U is one over the heads that share a key, after the output gate.
     """
@@ -86,8 +86,8 @@ class LinearConfig:
             )
         if self.rope_theta is not None and self.key_dim % 2:
             raise ValueError(f"LinearConfig.key_dim must be even to be rotated, got {self.key_dim}")
-        if not self.precondition > 1:
-            raise ValueError(f"LinearConfig.precondition must be above 1, got {self.precondition}")
+        if not 1 < self.precondition < math.inf:
+            raise ValueError(f"LinearConfig.precondition must be finite and above 1, got {self.precondition}")
 
     def describe(self) -> str:
         """Return the sizes in words."""

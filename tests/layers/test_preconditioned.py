@@ -134,8 +134,9 @@ def test_equal_curvature_leaves_the_plain_rule():
 def test_the_bound_must_be_above_1(letter):
     with pytest.raises(ValueError, match=r"precondition must be finite and above 1, the bound of m, got 1\.0; the au"):
         kind_of(letter).make(Sizes(8), replace(LinearConfig(2, 2, 4, 4), precondition=1.0))
-    with pytest.raises(ValueError, match=r"LinearConfig\.precondition must be above 1, got 1\.0"):
-        replace(LinearConfig(2, 2, 4, 4), precondition=1.0).check_sizes()
+    for bound in (1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=rf"LinearConfig\.precondition must be finite and above 1, got {bound}"):
+            replace(LinearConfig(2, 2, 4, 4), precondition=bound).check_sizes()
 
 
 def test_decays_stay_in_float32_in_a_model_of_bfloat16(tmp_path):
