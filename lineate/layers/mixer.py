@@ -8,6 +8,7 @@ y = out_proj(norm(o) * act(z))       z: the output gate
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -36,6 +37,9 @@ from lineate.parallel.tensor.ranks import Ranks
 from lineate.parallel.tensor.shards import Cut, Part, linear_cuts
 from lineate.quantised.weight import QuantisedWeight
 from lineate.rule import Rule, compute_dtype, normalize
+
+PER_HEAD = ("heads", "key_heads", "writes")
+"""The gates with a few columns for each head."""
 
 
 class Entered(NamedTuple):
@@ -261,7 +265,7 @@ class LinearMixer(nn.Module):
         On a GPU, a product of 16-bit matrices takes twice as long if the size of a row is not a multiple of 16 bytes.
         In that case the few columns of the gates per head, which come last, are computed by a separate product.
         """
-        heads = sum(gate == "heads" for gate in self.gates)
+        heads = len(list(takewhile(PER_HEAD.__contains__, reversed(self.gates))))
         aligned = sum(self.splits) % 8 == 0 or not heads or not x.is_cuda
         aligned = aligned or isinstance(self.in_proj.weight, QuantisedWeight)
         if aligned or x.shape[1] == 1 or type(self.in_proj) is not nn.Linear or self.in_proj.bias is not None:

@@ -196,3 +196,27 @@ def test_costs_of_gated_latent_attention(gate):
         assert count == kind.operations.projections(model, config)
         kept = kept_bytes(replace(kind, kept_bytes=None), model, config, half=False)
         assert kept == pytest.approx(kind.kept_bytes(config, False), rel=0.01)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("letter", "GKUQIF")
+def test_all_gates_per_head_are_a_separate_product(letter, monkeypatch):
+    """On a GPU no product has rows of an odd size; U has the logits of its writes too, I and F those of key heads."""
+    mixer = kind_of(letter).make(Sizes(16), LinearConfig(heads=1, value_heads=5, key_dim=8, value_dim=16))
+    x, widths, linear = torch.randn(2, 5, 16), [], F.linear
+    wanted = mixer.project(x)
+
+    def counted(y, weight):
+        widths.append(len(weight))
+        return linear(y.as_subclass(torch.Tensor), weight)
+
+    monkeypatch.setattr(F, "linear", counted)
+    found = mixer.project(x.as_subclass(OnGpu))
+    assert len(widths) == 2 and widths[0] % 8 == 0 and sum(widths) % 8
+    for got, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, expected)
