@@ -206,7 +206,14 @@ class LinearMixer(nn.Module):
         wide, shape = compute_dtype(dtype), (self.value_heads, self.memory_rows, self.memory_columns)
         narrows = self.narrows and wide is torch.float32 and type(self).forward is LinearMixer.forward
         memory = TensorSpec("memory", shape, wide, (torch.bfloat16,) if narrows else ())
-        return (*convolution_spec(self.conv, dtype), memory)
+        return (*convolution_spec(self.conv, dtype), memory, *self.further_spec(wide))
+
+    def further_spec(self, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+        """Return the tensors of the state besides those of every linear mixer; dtype: that of the memory.
+
+        It is a method because torch.compile cannot read a property of the base class (`super().state_spec`).
+        """
+        return ()
 
     @property
     def memory_rows(self) -> int:

@@ -11,6 +11,7 @@ from lineate.layers import PreconditionedGatedDeltaNet, PreconditionedKimiDeltaA
 from lineate.layers.configs import LinearConfig
 from lineate.layers.registry import Sizes
 from lineate.models import FeedConfig, HybridConfig, HybridLM
+from tests.support.marks import slow_but
 
 HIDDEN, HEADS, VALUE_HEADS, KEY, VALUE = 12, 2, 4, 5, 3
 SIZES = {"value_heads": VALUE_HEADS, "key_dim": KEY, "value_dim": VALUE, "conv_size": 0}
@@ -146,3 +147,17 @@ def test_decays_stay_in_float32_in_a_model_of_bfloat16(tmp_path):
     model = HybridLM.from_pretrained(tmp_path, dtype="bfloat16", progress=False)
     kept = {name.rpartition(".")[2] for name, x in model.state_dict().items() if x.dtype == torch.float32}
     assert kept == {"A_log", "dt_bias", "past_A_log", "past_dt_bias"}
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("name", slow_but(("I", "F"), ("I",)))
+@torch.no_grad()
+def test_a_compiled_layer_continues_a_state(name):
+    """Its state_spec is read in the graph."""
+    layer, x = make(name), tokens(9)[None]
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    _, state = compiled(x[:, :6])
+    y, after = compiled(x[:, 6:], state)
+    torch.testing.assert_close(y, layer(x)[0][:, 6:], **CLOSE)
+    torch.testing.assert_close(after["curvature"], layer(x)[1]["curvature"], **CLOSE)

@@ -7,13 +7,14 @@
 
 c is the diagonal of the discounted key covariance, so m is a bounded, diagonal stand-in for the inverse matrix with
 which recursive least squares multiplies its key (docs/derivation.md, sections 8 and 10). The eigenvalue of a write is
-1 - beta sum m k^2, so the memory cannot grow while beta * bound <= 2.
+1 - beta sum m k^2, in [-1, 1] while beta * bound <= 2. Writes with different m can still make the memory grow together.
 
 c is the rule of gated linear attention with a key of one channel, past_rate, and the value k^2. The other lines are
 gated_delta_rule_2 with the key m * k, erase = beta / m and write = beta.
 """
 
 import math
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -70,10 +71,8 @@ class Preconditioned(LinearMixer):
         keys = Cut(0, (Part(self.heads, self.heads),))
         return super().cuts() | dict.fromkeys(("past_A_log", "past_dt_bias", "center"), keys)
 
-    @property
-    def state_spec(self) -> tuple[TensorSpec, ...]:
-        wide = compute_dtype(self.in_proj.weight.dtype)
-        return (*super().state_spec, TensorSpec(CURVATURE, (self.heads, self.key_dim), wide))
+    def further_spec(self, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(CURVATURE, (self.heads, self.key_dim), dtype),)
 
     def forward(self, x: Tensor, state: Memory | None = None, cu_seqlens: Bounds = None) -> tuple[Tensor, Memory]:
         """Mix the tokens of x `b t hidden`; the state is the memory, the curvature and the convolution's last inputs.
@@ -89,7 +88,9 @@ class Preconditioned(LinearMixer):
         bounds = packed if segment is None else segment
         inputs, curvature = self.scaled(entered, None if state is None else state[CURVATURE], bounds)
         inputs = inputs.replace(state=None if state is None else state["memory"])
-        output, memory = run_rule(self.run_rule, inputs, bounds, corrects=GATED_DELTA_2.corrects)
+        owned = state is not None and state.owned and segment is None
+        run = partial(self.run_rule, owned=owned)
+        output, memory = run_rule(run, inputs, bounds, corrects=GATED_DELTA_2.corrects)
         tensors = {} if entered.conv is None else {"conv": entered.conv}
         tensors |= {"memory": memory, CURVATURE: curvature}
         return self.leave(output, self.output_gate(entered.gates)), Memory(tensors)
@@ -163,7 +164,7 @@ class PreconditionedGatedDeltaNet(Preconditioned, GatedDeltaNet):
         norm_eps: epsilon of the output norm.
         gate_activation: activation of the output gate, "silu", "sigmoid" or "none" (no gate).
         gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0); it must be below 0.
-        precondition: the bound of m, above 1; the memory cannot grow while beta_scale * precondition <= 2.
+        precondition: the bound of m, above 1; at most 2 / beta_scale keeps the eigenvalue of every write in [-1, 1].
     """
 
     gates: tuple[str, ...] = ("values", "heads", "heads", "key_heads", "key_heads")
@@ -209,7 +210,7 @@ class PreconditionedKimiDeltaAttention(Preconditioned, KimiDeltaAttention):
         norm_eps: epsilon of the output norm.
         gate_activation: activation of the output gate, "silu" or "sigmoid".
         gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0); it must be below 0.
-        precondition: the bound of m, above 1; the memory cannot grow while beta_scale * precondition <= 2.
+        precondition: the bound of m, above 1; at most 2 / beta_scale keeps the eigenvalue of every write in [-1, 1].
     """
 
     gates: tuple[str, ...] = ("decay_rank", "gate_rank", "heads", "key_heads", "key_heads")
