@@ -55,7 +55,7 @@ CASES = {
 
 
 CALLED = HybridConfig(
-    VOCAB, 72, 4, "VVQO", linear=LinearConfig(2, 4, 20, 12), rwkv=RwkvConfig(2, 20, 12, 8, 8, 8, 16),
+    VOCAB, 72, 6, "VVQOIF", linear=LinearConfig(2, 4, 20, 12), rwkv=RwkvConfig(2, 20, 12, 8, 8, 8, 16),
     feed=FeedConfig(100),
 )  # fmt: skip
 """Mixers that have no step in few launches."""
