@@ -106,7 +106,7 @@ class MixerKind:
         operations: counts its operations; None: they are measured.
         kept_bytes: (config, half) -> bytes a token that the backward keeps; half: bfloat16 autocast. None: measured.
         trace: (mixer, its input `1 t hidden`) -> what the rule is called with, for pictures; None: it is not pictured.
-            With `first` it has a third argument, the Carried of the call.
+            With `first` it has a third parameter, the Carried of the call.
         by_hand: how its rule reads steps that are written by hand; None: as its row of lineate.rule says, if that is
             one of the rules of one key.
         cache: what grows by a token: "keys and values", "latent", or "" where nothing does.
@@ -270,9 +270,10 @@ def _check_config(kind: MixerKind) -> None:
 
 def _check_parts(kind: MixerKind) -> None:
     """Raise unless functions can be called and the other parts have their types."""
-    for field, arguments in (("make", "model, config"), ("kept_bytes", "config, half"), ("trace", "mixer, x")):
+    traced = "mixer, x" if kind.first is None else "mixer, x, carried"
+    for field, arguments in (("make", "model, config"), ("kept_bytes", "config, half"), ("trace", traced)):
         given = getattr(kind, field)
-        if not _takes_two(given) and (given is not None or field == "make"):
+        if not _takes(given, len(arguments.split(","))) and (given is not None or field == "make"):
             raise TypeError(f"{field} must be a function of ({arguments}), got {given!r}")
     if kind.operations is not None and not isinstance(kind.operations, Operations):
         raise TypeError(f"operations must be Operations(...) or None, got {kind.operations!r}; None: they are measured")
@@ -290,10 +291,10 @@ def _check_parts(kind: MixerKind) -> None:
         raise TypeError(f'cache must be text, got {kind.cache!r}; give "keys and values", "latent" or ""')
 
 
-def _takes_two(function: Any) -> bool:
-    """Whether a function can be called with two arguments, judging by its signature."""
+def _takes(function: Any, count: int) -> bool:
+    """Whether a function can be called with this number of arguments, judging by its signature."""
     try:
-        signature(function).bind(None, None)
+        signature(function).bind(*[None] * count)
     except TypeError:
         return False
     except ValueError:  # written in C, and without a signature

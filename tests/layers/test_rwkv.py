@@ -1,5 +1,7 @@
 """RWKV-7's parts: the token shift, the mixer against its equation, what its layers hand on, and its first weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ import lineate
 from lineate.layers import RWKV7, Carried, ChannelMix, LayerNorm, kind_of
 from lineate.layers.configs import RwkvConfig
 from lineate.layers.costs.measuring import kept_bytes, operations_of
-from lineate.layers.registry import MixerKind, Sizes
+from lineate.layers.registry import MixerKind, Sizes, temporary_rows
 from lineate.layers.rwkv.shift import previous_tokens
 from lineate.quantised import shrink
 from lineate.quantised.which import quantised_parameters
@@ -199,3 +201,13 @@ def test_how_steps_are_read_by_hand_must_be_declared():
 def test_the_configuration_of_a_first_layer_must_be_a_function():
     with pytest.raises(TypeError, match=r"first must be a function of \(config\) or None, got 3"):
         lineate.layers.register(MixerKind("Z", "z", "Z", RwkvConfig, lambda m, c: None, section="rwkv", first=3))
+
+
+def test_the_trace_of_a_mixer_with_a_first_layer_takes_what_is_handed_on():
+    kind = MixerKind("Z", "z", "Z", RwkvConfig, lambda m, c: None, section="rwkv", first=lambda c: c)
+    with pytest.raises(TypeError, match=r"trace must be a function of \(mixer, x, carried\), got <function"):
+        lineate.layers.register(replace(kind, trace=lambda mixer, x: None))
+    with temporary_rows():
+        assert lineate.layers.register(replace(kind, trace=lambda mixer, x, carried: None)).letter == "Z"
+    with pytest.raises(TypeError, match=r"trace must be a function of \(mixer, x\), got <function"):
+        lineate.layers.register(replace(kind, first=None, trace=lambda mixer, x, carried: None))
