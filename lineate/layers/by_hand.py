@@ -40,7 +40,8 @@ class ByHand:
     """How a mixer's rule reads steps that are written by hand.
 
     Args:
-        inputs: (the steps) -> what the rule is called with, `1 t 1 ...`, with one write a step; q is not read.
+        inputs: (the steps) -> what the rule is called with, `1 t 1 ...`, with one write a step; q is not read, v is
+            that of the steps, and `write`, if the rule has it, is one rate for all channels of a value.
         note: what is special about it, in a few words.
     """
 
