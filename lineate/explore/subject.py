@@ -181,7 +181,7 @@ class Trace:
         """Return the same tokens for another rule: it drops gates that it lacks; those that the layer lacks stay open.
 
         Keys have length 1 where the rule corrects. A decay per channel becomes its mean where the rule has one per
-        head.
+        head, and beta is the mean of `write` where the layer has that.
         """
         rule = rule_named(name)
         if rule is self.row and rule.general:
@@ -195,7 +195,8 @@ class Trace:
             decay = decay[..., None].expand(*decay.shape, self.k.shape[-1])
         beta = None
         if "beta" in rule.gates:
-            beta = self.v.new_ones(self.v.shape[:-1]) if self.beta is None else self.beta
+            written = self.v.new_ones(self.v.shape[:-1]) if self.write is None else self.write.mean(-1)
+            beta = written if self.beta is None else self.beta
         k = F.normalize(self.k, dim=-1) if rule.corrects else self.k
         return replace(
             self, k=k, log_decay=decay if "log_decay" in rule.gates else None, beta=beta, row=rule, erase=None,

@@ -173,6 +173,16 @@ def test_several_writes_are_tokens_for_a_rule_with_one():
     torch.testing.assert_close(weights.sum(-1), torch.ones(9))
 
 
+@pytest.mark.parametrize(("letter", "rule"), [("I", "gated_delta_rule"), ("F", "kimi_delta_attention")])
+def test_a_rate_of_writing_is_the_beta_of_another_rule(letter, rule):
+    """Without preconditioning, a layer with it computes the rule that it is made from."""
+    subject = open_subject(PictureOptions(model="tiny", pattern=letter))
+    for layer in subject.model.layers:
+        layer.mixer.precondition = 1 + 1e-12
+    one = trace(subject.model, torch.arange(40)[None], [1])[0]
+    torch.testing.assert_close(run_rule(one.under(rule))[0], run_rule(one)[0], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("letter", "JV")
 def test_norms_of_erasing_and_writing_separately(letter):
     """They are those of d (S'^T e)^T and k u^T, which are not the same share of what is old and what is new."""
