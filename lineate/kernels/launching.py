@@ -52,7 +52,7 @@ def overlapping() -> Iterator[None]:
 
 def overlaps(device: torch.device) -> bool:
     """Whether launches on this device overlap: inside `overlapping`, on Hopper or later."""
-    return _overlapping.get() and device.type == "cuda" and _launches_dependents(device)
+    return _overlapping.get() and launches_dependents(device)
 
 
 def overlap_options(device: torch.device) -> dict[str, bool]:
@@ -72,7 +72,7 @@ def linked(device: torch.device, last: bool = False) -> dict[str, int]:
         device: Its device.
         last: Whether it is the last one of a call, so that no launch of the caller begins before it ends.
     """
-    if device.type != "cuda" or not _launches_dependents(device):
+    if not launches_dependents(device):
         return {"LINK": 0}
     return {"LINK": LAST if last else LINKED, "launch_pdl": True}
 
@@ -84,8 +84,9 @@ def is_hopper(device: torch.device) -> bool:
 
 
 @cache
-def _launches_dependents(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+def launches_dependents(device: torch.device) -> bool:
+    """Whether a launch can begin before the previous one ends: on GPUs of compute capability 9 or later."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def compile_only(function: Callable[[], None]) -> None:

@@ -1,11 +1,13 @@
 """A mixture of experts whose weights are in codes, by kernels, compared with the decoded weights."""
 
 import importlib
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from lineate.quantised import FORMATS
 from tests.support.experts import (
     ACTIVE,
     COUNT,
@@ -80,6 +82,39 @@ def test_the_second_product_of_one_row_of_codes(path, form, kind, size, monkeypa
     around = draw(path, 64, seed=1), 1e-5, False
     alone = mixture.mix(x, router, made, norm=around)
     assert torch.equal(mixture.mix(x, router, made, residual=x, norm=around), x + alone)
+
+
+def empty_codes(form: str, *shape: int) -> Any:
+    """Return codes of experts `experts n k` without values."""
+    kernel, (*count, n, k) = FORMATS[form].kernel, shape
+    codes = torch.empty(*count, -(-n // 16), k // 32, kernel.bits, 16, 4, dtype=torch.uint8, device="meta")
+    scales = torch.empty(*count, -(-n // 16), -(-k // FORMATS[form].group), 16, device="meta")
+    return quantised_products.Codes(codes, scales, n, kernel)
+
+
+@pytest.mark.parametrize(
+    ("form", "k", "pairs", "fits"),
+    [
+        ("int4", 512, 9, True), ("int8", 512, 9, True), ("fp8", 512, 9, False), ("fp8", 512, 5, True),
+        ("int4", 1024, 9, True), ("int8", 1024, 5, True), ("int8", 1024, 6, False), ("fp8", 1024, 9, False),
+    ],
+)  # fmt: skip
+def test_which_codes_of_one_row_fit_into_registers(form, k, pairs, fits):
+    """80 KB of a program: tiles of 16 rows; the scales of fp8 count as many bytes again."""
+    assert quantised_products.takes_row(torch.empty(1, k), empty_codes(form, 4, 2048, k), pairs) == fits
+
+
+@pytest.mark.parametrize(
+    ("overlap", "cores", "taken"), [(True, True, True), (True, False, False), (False, False, True)]
+)
+def test_one_row_of_codes_where_launches_overlap(overlap, cores, taken, monkeypatch):
+    """The second launch reads the chosen experts before the first ends, which only the tensor cores' kernel allows.
+
+    Compute capability 9 and 16 bits have that kernel; 9 and float32, or 10 and later, have overlapping launches alone.
+    """
+    monkeypatch.setattr(quantised_products, "launches_dependents", lambda device: overlap)
+    monkeypatch.setattr(quantised_products, "uses_tensor_cores", lambda x: cores)
+    assert quantised_products.takes_row(torch.empty(1, 64), empty_codes("int8", 4, 32, 64), 3) == taken
 
 
 @pytest.mark.parametrize("path", ONE_EACH)

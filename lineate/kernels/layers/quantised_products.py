@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.kernels.coded import CodedKernel
-from lineate.kernels.launching import ceil_div, is_hopper, multiprocessors, next_power, overlap_options, start
+from lineate.kernels.launching import (
+    ceil_div,
+    is_hopper,
+    launches_dependents,
+    multiprocessors,
+    next_power,
+    overlap_options,
+    start,
+)
 from lineate.kernels.layers import quantised as kernels
 from lineate.kernels.layers.grouping import Groups
 from lineate.kernels.layers.ops import KERNEL_DTYPES, SIZES
@@ -156,7 +164,7 @@ def multiply_experts(
         gated: Whether the result is silu(first half) * second half, where takes_gate(weight).
         shape: C, WK, WM and STAGES of multiply_quantised_rows; None: those that were measured.
         late: Whether the next launch reads what the launch before this one wrote, before this one ends; where
-            uses_tensor_cores(x).
+            uses_tensor_cores(x), or launches do not overlap.
     """
     return _launch(x, weight, (None, None, None, None), gated=gated, pairs=pairs, shape=shape, late=late)
 
@@ -166,12 +174,14 @@ def takes_row(x: Tensor, down: Codes, pairs: int) -> bool:
 
     A step of Qwen3.5-35B-A3B in int4 took 2.24 ms on an H200, not 2.55; one of Kimi-Linear-48B in fp8, whose tiles
     do not fit, 2.75 instead of 1.96. The scales of fp8 take as many registers again.
+
+    It reads the chosen experts before the first product ends. Where launches can overlap, that product must therefore
+    be one that takes `late`, which multiply_quantised does not.
     """
-    launches = uses_tensor_cores(x) or not is_hopper(
-        x.device
-    )  # multiply_quantised lets the next launch begin too early
+    if launches_dependents(x.device) and not uses_tensor_cores(x):
+        return False
     tile = next_power(down.columns // 32) * down.bits * 64 * (2 if down.floating else 1)
-    return launches and pairs * tile <= LEFT * 32 * LEFT_WARPS
+    return pairs * tile <= LEFT * 32 * LEFT_WARPS
 
 
 def leave_one(
@@ -252,6 +262,7 @@ def _launch(
                 num_warps=warps,
             )  # fmt: skip
         else:
+            assert not (late and constants["OVERLAP"])
             block = min(512, next_power(k // 32 * bits))
             start(kernels.multiply_quantised, (ceil_div(n, 16), rows))(
                 *tensors, eps, **constants, BP=block, BK=next_power(k), num_warps=max(1, min(8, block // 64))
