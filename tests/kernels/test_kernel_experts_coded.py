@@ -20,7 +20,7 @@ from tests.support.experts import (
     plain,
     put_in_codes,
 )
-from tests.support.paths import BF16, ONE_EACH
+from tests.support.paths import BF16, INTERPRETER, ONE_EACH
 
 pytest.importorskip("triton")
 mixture = importlib.import_module("lineate.kernels.layers.mixture")
@@ -158,9 +158,35 @@ def test_codes_decoded_for_a_block(path, form, kind):
     assert_near(y, made.relu().square() if kind == "relu2" else made, path.dtype)
 
 
+@pytest.fixture
+def calls(monkeypatch) -> list[int]:
+    """Record calls of coded_blocks.multiply."""
+    own, found = coded_blocks.multiply, list[int]()
+    monkeypatch.setattr(coded_blocks, "multiply", lambda *given, **named: (found.append(1), own(*given, **named))[1])
+    return found
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
+def test_both_products_of_codes_decoded_for_blocks(kind, calls, monkeypatch):
+    """With as many pairs of an expert as MOST_PAIRS at most; experts are decoded for more."""
+    monkeypatch.setattr(quantised_products, "uses_tensor_cores", lambda x: True)
+    monkeypatch.setattr(mixture, "MOST_CODED", 8)
+    layer = layer_of(INTERPRETER, 128, 128, kind=kind, scores="sigmoid")
+    gate_up, down = (put_in_codes(layer, name, "int8", INTERPRETER) for name in ("experts_gate_up", "experts_down"))
+    made, x = parts_of(layer)[1]._replace(gate_up=gate_up, down=down), draw(INTERPRETER, 20, 128)
+    weights, chosen = chosen_by(layer, x)
+    for most, wanted in ((5, 2), (4, 0)):  # 60 pairs of 12 experts
+        monkeypatch.setattr(mixture, "MOST_PAIRS", most)
+        parts, places = mixture.products(x, chosen, made)
+        assert places is None and len(calls) == wanted
+        assert_near((weights[..., None] * parts).sum(1), plain(layer, x, weights, chosen), torch.float32)
+        calls.clear()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
-def test_a_mixture_of_codes_decoded_for_blocks(form, monkeypatch):
+def test_a_mixture_of_codes_decoded_for_blocks(form, calls, monkeypatch):
     """As with the decoded weights."""
     layer = layer_of(BF16, 256, 128, scores="sigmoid")
     router, made = parts_of(layer)
@@ -171,4 +197,6 @@ def test_a_mixture_of_codes_decoded_for_blocks(form, monkeypatch):
         for most in (0, 2000):
             monkeypatch.setattr(mixture, "MOST_PAIRS", most)
             results.append(mixture.mix(x[:rows], router, made))
+            assert len(calls) == (2 if most else 0)
+        calls.clear()
         assert_near(*results, torch.bfloat16)

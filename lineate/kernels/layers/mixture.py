@@ -37,7 +37,7 @@ ALONE = 1
 INSIDE = 512
 """Up to this many rows a shared expert is one more expert; more rows are multiplied by torch."""
 MOST_CODED = 512
-"""The most rows whose products have the same bits for any number of rows."""
+"""The most rows whose products with codes have the same bits for any number of rows."""
 MOST_PAIRS = 64
 """With more pairs of an expert, on average, weights are decoded once for all of its blocks."""
 DECODED = 2**28
