@@ -36,7 +36,6 @@ def several(monkeypatch):
     monkeypatch.setattr(readers, "CHANGED_BYTES", 512)
     monkeypatch.setattr(threads, "THREAD_BYTES", 1)
     monkeypatch.setattr(threads, "MOST_THREADS", 4)
-    monkeypatch.setattr(threads, "DEVICES", ("cpu", "cuda"))
 
 
 @pytest.fixture(autouse=True)
@@ -421,8 +420,8 @@ def test_threads_are_as_many_as_the_work(tmp_path, monkeypatch):
     assert threads.thread_count(units, checkpoint, torch.device("cpu")) == 1
     monkeypatch.setattr(threads, "THREAD_BYTES", 64 * 40 * 4 * 2)
     monkeypatch.setattr(threads, "MOST_THREADS", 8)
-    assert threads.thread_count(units, checkpoint, torch.device("cpu")) == 3
-    assert threads.thread_count(units, checkpoint, torch.device("meta")) == 1
+    for device, count in (("cpu", 3), ("cuda", 3), ("meta", 1)):
+        assert threads.thread_count(units, checkpoint, torch.device(device)) == count
     monkeypatch.setattr(threads, "MOST_THREADS", 2)
     assert threads.thread_count(units, checkpoint, torch.device("cpu")) == 2
 
