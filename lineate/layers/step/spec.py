@@ -66,7 +66,7 @@ class StepSpec:
     def describes(self, mixer: nn.Module) -> bool:
         """Whether this is what one token of a mixer computes.
 
-        That is one of the class, with these columns, and without a rate that depends on keys.
+        That is one of the class, with as many columns, and without a rate that depends on keys.
         """
         if type(mixer) is not self.mixer or getattr(mixer, "rate", "beta") != "beta":
             return False
