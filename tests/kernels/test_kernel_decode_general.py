@@ -8,6 +8,7 @@ import importlib
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import lineate
@@ -250,6 +251,21 @@ def test_a_slot_outside_of_the_pool(rule, decay, n, path):
     assert same_bits(tensors["state"][[0, 3]].cpu(), inputs["state"][[0, 3]])
 
 
+@pytest.mark.parametrize("path", ONE_EACH)
+@each_rule
+def test_fewer_slots_than_tokens(rule, decay, n, path):
+    """Bounds are not checked on a GPU: a row with more tokens than slots keeps the states of its first tokens."""
+    pipeline = importlib.import_module("lineate.kernels.pipeline")
+    options = importlib.import_module("lineate.call").Options(rule, 1.0)
+    inputs = given(rule, decay, n, path, SHAPE._replace(t=3)) | {"state": pool_of(7, SHAPE)}
+    tensors = {name: x.to(path.device, copy=True) for name, x in inputs.items()}
+    places = [torch.tensor(x, device=path.device) for x in ([[1, 2], [4, 5]], [0, 3])]
+    pipeline.decode(Inputs(**tensors), Slots(*places), options)
+    first = {name: x if name == "state" else x[:, :2] for name, x in inputs.items()}
+    two = run(rule, first, path, Slots(*places), scale=1.0)
+    assert same_bits(tensors["state"].cpu(), two.state)
+
+
 @pytest.mark.slow(but="values")
 @pytest.mark.parametrize("path", ONE_EACH)
 @all_cases
@@ -272,6 +288,35 @@ def test_states_in_bfloat16(rule, decay, n, path):
     assert same_bits(drawn_once, drawn_again)
     assert ((drawn_once.float() - wide.state).abs() <= 2.01 * ROUNDING * wide.state.abs() + 1e-5).all()
     assert (drawn_once != torchs).float().mean() < 0.02  # where float32 sums differ, a number may be rounded elsewhere
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@each_rule
+def test_each_token_has_random_numbers_of_its_own(rule, decay, n, path):
+    """Token i of a row is rounded as one token with the seed of the row + i."""
+    inputs = given(rule, decay, n, path, SHAPE._replace(t=3))
+    inputs["state"], seeds = inputs["state"].bfloat16(), torch.tensor([5, 2**40 + 9])
+    whole = run(rule, inputs, path, Slots(seeds=seeds), rounding="stochastic")
+    state = inputs["state"]
+    for i in range(3):
+        token = {name: x[:, i : i + 1] for name, x in inputs.items() if name != "state"} | {"state": state}
+        state = run(rule, token, path, Slots(seeds=seeds + i), rounding="stochastic").state
+    assert same_bits(state, whole.state)
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@each_rule
+def test_columns_of_wider_tensors(rule, decay, n, path):
+    """Sizes are multiples of 8, but one tensor at a time has strides that are not, and is not aligned."""
+    inputs = given(rule, decay, n, path, Shape(2, 2, 1, 2, 8, 16))
+    tensors = {name: x.to(path.device) for name, x in inputs.items()}
+    for name in set(inputs) - {"state"}:
+        wide = F.pad(tensors[name], (1, 2), value=torch.nan)
+        state = tensors["state"].clone()
+        views = tensors | {name: wide[..., 1:-2], "state": state}
+        output = decode_inputs(rule, Inputs(**views), Slots(), DecodeRequest(backend="triton"))
+        native = 0.0 if path.device == "cpu" else 2 * n * 2**-22
+        assert_in_budget(rule, inputs, Result(output.cpu(), state.cpu(), {}), 1, name, native)
 
 
 @pytest.mark.parametrize("path", ONE_EACH)

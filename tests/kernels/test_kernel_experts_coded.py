@@ -20,7 +20,7 @@ from tests.support.experts import (
     plain,
     put_in_codes,
 )
-from tests.support.paths import BF16, INTERPRETER, ONE_EACH
+from tests.support.paths import BF16, INTERPRETER, ONE_EACH, Path, param
 
 pytest.importorskip("triton")
 mixture = importlib.import_module("lineate.kernels.layers.mixture")
@@ -82,6 +82,24 @@ def test_the_second_product_of_one_row_of_codes(path, form, kind, size, monkeypa
     around = draw(path, 64, seed=1), 1e-5, False
     alone = mixture.mix(x, router, made, norm=around)
     assert torch.equal(mixture.mix(x, router, made, residual=x, norm=around), x + alone)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("path", [param(INTERPRETER), param(Path("cpu", torch.float16)), param(BF16)])
+def test_the_sum_of_one_row_of_codes(path, form):
+    """Weights of 40 rows, some of them those of a shared expert; the residual is added to the rounded sum."""
+    generator, n, k = torch.Generator().manual_seed(0), 40, 160
+    made = [codes_of(torch.randn(shape, generator=generator), form, path) for shape in ((4, n, k), (n, k))]
+    codes, values = [x for x, _ in made], torch.cat([x.view(-1, n, k) for _, x in made])
+    chosen = torch.tensor([[2, 4, 0, 4]], dtype=torch.int32, device=path.device)
+    amounts = torch.tensor([[0.5, 1.5, -0.25, 0.75]], device=path.device)
+    hidden, residual = draw(path, 4, k), draw(path, 1, n, seed=1)
+    found, total = (torch.full_like(residual, torch.nan) for _ in range(2))
+    quantised_products.leave_one(hidden, *codes, chosen, amounts, found)
+    quantised_products.leave_one(hidden, *codes, chosen, amounts, total, residual)
+    own = values[chosen[0].long()].double()
+    assert_near(found, torch.einsum("p,pnk,pk->n", amounts[0].double(), own, hidden.double())[None], path.dtype)
+    assert torch.equal(total, found + residual)
 
 
 def empty_codes(form: str, *shape: int) -> Any:

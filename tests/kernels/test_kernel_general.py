@@ -9,7 +9,7 @@ from torch import Tensor
 from lineate.call import Inputs, Request
 from lineate.dispatch import Facts, check_and_resolve, resolve
 from lineate.kernels import GENERAL_RULES
-from lineate.rule import GATED_DELTA_2, Rule
+from lineate.rule import DIAGONAL_PLUS_LOW_RANK, GATED_DELTA_2, GATED_DELTA_PRODUCT, Rule
 from tests.support import general_half
 from tests.support.cases import Result, Shape, assert_same_bits, assert_within, bounds, errors, oracle, same_bits
 from tests.support.general_cases import CASES as ALL_CASES
@@ -133,6 +133,31 @@ def test_packed(rule, decay, n, path):
             tensors = {name: x.to(path.device) for name, x in text.items()}
             output, state = call(rule, tensors, "chunkwise", backend="triton")
         assert same_bits(got.output[:, part], output.cpu()) and same_bits(got.state[i], state[0].cpu())
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize(
+    ("rule", "decay", "n"),
+    [(GATED_DELTA_2, "channel", 1), (DIAGONAL_PLUS_LOW_RANK, "head", 1), (GATED_DELTA_PRODUCT, "head", 2)],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
+def test_views_of_one_projection(rule, decay, n, path):
+    """q, k and v stay where a fused projection left them; its gradient is their gradients next to each other."""
+    inputs = given(rule, decay, n, path, sized(path, n, SHORT._replace(hv=2, k=16, v=24), MODEL._replace(b=2)))
+    plain = run(rule, decay, inputs, path)
+    widths = [inputs[name].flatten(2).shape[2] for name in "qkv"]
+
+    def take_apart(x: Tensor) -> dict[str, Tensor]:
+        parts = zip("qkv", x.split(widths, -1), strict=True)
+        return {name: part.view(inputs[name].shape) for name, part in parts}
+
+    projection = torch.cat([inputs[name].flatten(2) for name in "qkv"], -1).to(path.device).requires_grad_()
+    rest = {name: x.to(path.device).requires_grad_() for name, x in inputs.items() if name not in "qkv"}
+    output, state = row(rule, decay).op(**take_apart(projection), **rest, form="chunkwise", backend="triton")
+    dprojection, *grads = torch.autograd.grad(loss_of(output, state), [projection, *rest.values()])
+    found = {name: x.cpu() for name, x in zip(rest, grads, strict=True)} | take_apart(dprojection.cpu())
+    assert_same_bits(Result(output.detach().cpu(), state.detach().cpu(), found), plain)
 
 
 @pytest.mark.parametrize("path", GPU_ONLY)
