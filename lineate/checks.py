@@ -28,8 +28,10 @@ def check_inputs(rule: Rule, inputs: Inputs) -> None:
     b, t, *_, hv, value_dim = v.shape
     key_dim = q.shape[-1]
     if log_decay is not None or "none" not in rule.decays:
-        plain = "delta_rule" if rule.corrects else "linear_attention"
-        _check_tensor("log_decay", log_decay, q, missing=f"without decay use {plain}")
+        plain = f"use {'delta_rule' if rule.corrects else 'linear_attention'}"
+        if rule.general:  # no other rule has its gates
+            plain = f"pass torch.zeros{(b, t, hv)}"
+        _check_tensor("log_decay", log_decay, q, missing=f"without decay {plain}")
         assert log_decay is not None
         shapes: dict[str, tuple[int, ...]] = {"head": (b, t, hv), "channel": (b, t, hv, key_dim)}
         allowed: list[tuple[int, ...]] = [shapes[decay] for decay in rule.decays if decay != "none"]

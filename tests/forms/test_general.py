@@ -289,6 +289,8 @@ def test_extreme_decays_stay_exact(rule, decay):
 WRONG = [
     ({"erase": torch.zeros(B, T, HV, V)}, GATED_DELTA_2, "erase must have shape (b, t, hv, k) = (2, 53, 4, 6)"),
     ({"write": None}, GATED_DELTA_2, "write must be a torch.Tensor, got NoneType"),
+    ({"log_decay": None}, GATED_DELTA_2,
+     "log_decay must be a torch.Tensor, got NoneType; without decay pass torch.zeros(2, 53, 4)"),
     ({"beta": torch.zeros(B, T, HV)}, GATED_DELTA_2, "beta must be None for gated_delta_rule_2"),
     ({"probe": torch.zeros(B, T, HV, K)}, GATED_DELTA_2, "probe must be None for gated_delta_rule_2"),
     ({"k": torch.zeros(B, T, H, K, dtype=F64)}, GATED_DELTA_PRODUCT, "k must have 5 dimensions (b, t, n, h, k)"),
