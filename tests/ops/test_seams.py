@@ -442,10 +442,10 @@ def test_segments():
 
 def test_pictures_refuse_it(monkeypatch):
     kind = SimpleNamespace(trace=lambda mixer, x: drawn(1, state=None), rule=GATED_DELTA.name, label="own", letter="Z")
-    monkeypatch.setattr(subject, "kind_of", lambda letter: SimpleNamespace(name="own", **vars(kind)))
+    monkeypatch.setattr(subject, "kind_of", lambda letter: SimpleNamespace(name="own", first=None, **vars(kind)))
     model = SimpleNamespace(config=SimpleNamespace(letters="Z"), layers=[SimpleNamespace(mixer=None)])
     with pytest.raises(ValueError, match="dummy must be None for a picture, which does not read it"):
-        subject.trace_layer(model, 0, torch.zeros(1, T, 8))
+        subject.trace_layer(model, 0, subject.Given(torch.zeros(1, T, 8)))
 
 
 def test_kernels_refuse_it():
