@@ -129,7 +129,7 @@ def experts() -> Iterator[Case]:
     ):
         yield Case(90, "experts", dict(dtype=dtype, rows=rows, scores=scores, overlap=next(overlap)))
     yield Case(80, "experts", dict(dtype="float32", rows=9, scores="softmax", overlap=False))
-    for form, rows, scores in (("int8", 1, "softmax"), ("int4", 20, "sigmoid"), ("fp8", 700, "softmax")):
+    for form, rows, scores in (("int8", 1, "softmax"), ("int4", 20, "sigmoid"), ("fp8", 560, "softmax")):
         case = dict(dtype="bfloat16", rows=rows, scores=scores, overlap=next(overlap), form=form)
         yield Case(90, "experts", case)
     yield Case(80, "experts", dict(dtype="float16", rows=20, scores="softmax", overlap=False, form="int4"))

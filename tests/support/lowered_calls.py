@@ -385,7 +385,7 @@ def experts(dtype: str, rows: int, scores: str, overlap: bool, form: str | None 
     groups = {} if scores == "softmax" else {"groups": 4, "active_groups": 2, "scale": 2.5}
     with torch.device("meta"):
         layer = MixtureOfExperts(
-            256, 24, 4, 192, shared_size=192, shared_gate=scores == "softmax", scores=scores, kind=kind, **groups
+            256, 36, 4, 192, shared_size=192, shared_gate=scores == "softmax", scores=scores, kind=kind, **groups
         )
     layer = layer.to(getattr(torch, dtype)).requires_grad_(False)
     x = empty(rows, 256, dtype=dtype)
@@ -407,7 +407,7 @@ def experts(dtype: str, rows: int, scores: str, overlap: bool, form: str | None 
             assert mixture.serves(x, router, made)
             mixture.mix(x, router, made, outside)
     if form is None and dtype == "bfloat16":
-        grouping.sort(empty(rows, 4, dtype="int32"), 24)
+        grouping.sort(empty(rows, 4, dtype="int32"), 36)
         groups, tile = (
             grouping.group(empty(rows, 4, dtype="int32"), 24, 160, True),
             mixture.tile(128, 64, 64, 8, 3, rest=32),
