@@ -66,26 +66,26 @@ static void map_features(float *x, i64 size) {  // elu(x) + 1
     });
 }
 
-// q and k of a key head as the rule uses them; q is scaled.
+// Key `write` of a key head as the rule uses it.
+INLINE void find_key(const Part *p, const float *new, i64 row, i64 head, i64 write, float *k) {
+    const i64 keys = p->key_dim;
+    convolve(p, new, row, ((1 + write) * p->heads + head) * keys, keys, k);
+    if (p->features == UNIT) make_unit(k, keys, 1.f);
+    else if (p->features == MAP) map_features(k, keys);
+}
+
+// q and the first key of a key head as the rule uses them; q is scaled.
 INLINE void find_keys(const Part *p, const float *new, i64 row, i64 head, float *q, float *k) {
     const i64 keys = p->key_dim;
     const float scale = p->scaled ? 1.f / sqrtf((float)keys) : 1.f;
+    find_key(p, new, row, head, 0, k);
     convolve(p, new, row, head * keys, keys, q);
-    convolve(p, new, row, (p->heads + head) * keys, keys, k);
     if (p->features == UNIT) {
         make_unit(q, keys, scale);
-        make_unit(k, keys, 1.f);
         return;
     }
-    if (p->features == MAP) map_features(q, keys), map_features(k, keys);
+    if (p->features == MAP) map_features(q, keys);
     for (i64 i = 0; i < keys; i++) q[i] *= scale;
-}
-
-// Key `write` of a key head, after the first one.
-INLINE void find_later_key(const Part *p, const float *new, i64 row, i64 head, i64 write, float *k) {
-    convolve(p, new, row, ((1 + write) * p->heads + head) * p->key_dim, p->key_dim, k);
-    if (p->features == UNIT) make_unit(k, p->key_dim, 1.f);
-    else if (p->features == MAP) map_features(k, p->key_dim);
 }
 
 // Whether value heads are units of their own, as there are fewer key heads than threads: their q and k are found before.
@@ -98,7 +98,7 @@ static void prepare_keys(const Team *team, const Part *p, i64 unit) {
     memcpy(new + head * keys, q, keys * sizeof(float));
     memcpy(new + (p->heads + head) * keys, k, keys * sizeof(float));
     for (i64 j = 1; j < p->writes; j++) {
-        find_later_key(p, new, row, head, j, k);
+        find_key(p, new, row, head, j, k);
         memcpy(new + ((1 + j) * p->heads + head) * keys, k, keys * sizeof(float));
     }
 }
@@ -336,7 +336,7 @@ INLINE void mix_writes(const Team *team, const Part *p, i64 unit, int narrow) {
             memcpy(key[j], new + ((1 + j) * p->heads + head) * keys, keys * sizeof(float));
     } else {
         find_keys(p, new, row, head, q, key[0]);
-        for (i64 j = 1; j < writes; j++) find_later_key(p, new, row, head, j, key[j]);
+        for (i64 j = 1; j < writes; j++) find_key(p, new, row, head, j, key[j]);
     }
     const float *gates = p->decay.kind == ABSENT ? new + p->at_decay : team->decay + row * p->decay.out;
     const float *opened = p->gate.kind == ABSENT ? new + p->at_gate : team->gate + row * p->gate.out;
