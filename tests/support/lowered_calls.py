@@ -164,6 +164,18 @@ def ahead(**options: Any) -> None:
     assert early and not late, f"compiled when they were launched: {late}"
 
 
+def memories(state: str, slots: str, b: int, t: int, sizes: tuple[int, int, int]) -> dict[str, Any]:
+    """Return the memories `hv k v` that t tokens of b rows read and write, and how those in bfloat16 are rounded."""
+    where: dict[str, Any] = {"state": empty(7 if slots != "none" else b, *sizes, dtype=state)}
+    if slots != "none":
+        where["slots"] = empty(*((b, t) if slots == "tokens" else (b,)), dtype="int64")
+    if slots == "tokens":
+        where["start_slots"] = empty(b, dtype="int64")
+    if state == "bfloat16":
+        where |= {"rounding": "stochastic", "seeds": empty(b, dtype="int64")}
+    return where
+
+
 def decode(row: str, dtype: str, state: str, gates: str, slots: str, t: int = 1, size: str = "grouped") -> None:
     """Run a few tokens. slots: "none", "rows" or "tokens", whose memories are all kept."""
     _, _, h, hv, k, v = SIZES[size]
@@ -176,17 +188,8 @@ def decode(row: str, dtype: str, state: str, gates: str, slots: str, t: int = 1,
         given["beta"] = empty(b, t, hv, dtype=dtype)
     if gates == "raw":
         given |= {"A_log": empty(hv), "dt_bias": empty(hv, *channel)}
-    if slots != "none":
-        given["slots"] = empty(*((b, t) if slots == "tokens" else (b,)), dtype="int64")
-    if slots == "tokens":
-        given["start_slots"] = empty(b, dtype="int64")
-    options: dict[str, Any] = {}
-    if state == "bfloat16":
-        options = {"rounding": "stochastic", "seeds": empty(b, dtype="int64")}
-    memory = empty(7 if slots != "none" else b, hv, k, v, dtype=state)
-    run_decode(
-        **given, state=memory, normalize_qk=gates == "raw", raw_gates=gates == "raw", **options, backend="triton"
-    )
+    where = memories(state, slots, b, t, (hv, k, v))
+    run_decode(**given, **where, normalize_qk=gates == "raw", raw_gates=gates == "raw", backend="triton")
 
 
 def decode_general(
@@ -205,16 +208,9 @@ def decode_general(
         given |= {"A_log": empty(hv), "dt_bias": empty(hv, *channel)} if raw else {}
     if several:
         given["beta"] = empty(b, t, writes, hv, dtype=dtype)
-    if slots != "none":
-        given["slots"] = empty(*((b, t) if slots == "tokens" else (b,)), dtype="int64")
-    if slots == "tokens":
-        given["start_slots"] = empty(b, dtype="int64")
-    options: dict[str, Any] = {}
-    if state == "bfloat16":
-        options = {"rounding": "stochastic", "seeds": empty(b, dtype="int64")}
-    memory = empty(7 if slots != "none" else b, hv, k, v, dtype=state)
+    where = memories(state, slots, b, t, (hv, k, v))
     gates = raw and ("log_decay" in given or "beta" in given)
-    run_decode(**given, state=memory, normalize_qk=raw, raw_gates=gates, **options, backend="triton")
+    run_decode(**given, **where, normalize_qk=raw, raw_gates=gates, backend="triton")
 
 
 def layer(name: str, dtype: str, odd: bool) -> None:
