@@ -26,6 +26,7 @@ BLOCK = tl.constexpr(16)
 LEVELS = tl.constexpr(6)  # pairs of blocks of 1, 2, 4, 8, 16, 32 tokens, for chunks of 64
 BLOCK_LEVEL = tl.constexpr(4)  # from this level on, the pairs are of whole blocks of 16
 BF16_LIMIT = tl.constexpr(100.0)  # the limit that within_block uses
+MOST = tl.constexpr(16)  # chunks of which a program of a second launch looks for the wild ones
 
 
 def make_spans(C: int, like: torch.Tensor) -> torch.Tensor:
@@ -150,34 +151,17 @@ def through_chunk(decay, SPLIT: tl.constexpr):
     return result
 
 
-@triton.jit(do_not_specialize=["t"])
-def channel_scores(
+@triton.jit
+def _chunk_scores(
     q, k, probe, log_decay, beta, A_log, dt_bias, Qr, Kr, Kw, P, M, T, factors, wild, spans,
-    bounds, first_slots, slot_texts, t, stride_q, stride_k, head_q, head_k, scale, beta_scale, lower_bound,
+    slot, head, start, rows, first_row, stride_q, stride_k, head_q, head_k, scale, beta_scale, lower_bound,
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr, C: tl.constexpr,
     CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr, RAW_BETA: tl.constexpr,
-    BIAS: tl.constexpr, KEEP: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    PRODUCTS: tl.constexpr, COMPARED: tl.constexpr, AGAIN: tl.constexpr, LINK: tl.constexpr,
+    BIAS: tl.constexpr, KEEP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    PRODUCTS: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the scores, BX channels at a time; a program takes a chunk and value head.
-
-    PRODUCTS and wild are as in head_scores. After a first launch, of this kernel or of hopper/channel.py, a second one
-    (AGAIN) recomputes Qr, Kr, P, M and T from the first wild row of each chunk on. It also recomputes Kw of all rows
-    and e^{G_c}, since these depend on the decay of the wild rows.
-
-    With a probe e (see load_probes), Kr and M have e in place of k as the reader, and beta is 1. A "second" launch
-    stores Kw, P and M of a second writer.
-    """
-    link(LINK)
-    slot = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
+    """Compute the scores of one chunk and value head, from its row first_row on."""
     at = slot.to(tl.int64) * HV + head
-    first_row = 0
-    if AGAIN:
-        first_row = tl.load(wild + at)
-        if first_row == C:
-            return
     q += start * stride_q + head // R * head_q
     KR: tl.constexpr = 1 if COMPARED == "probe" else R
     k += start * stride_k + head // KR * head_k
@@ -264,3 +248,53 @@ def channel_scores(
         store_tile(T + at * C * C, C, invert(A, C, PRODUCTS), C, C, C, C, True, first_row)
     if COMPARED != "second":
         tl.store(factors + at * (BK + C) + BK + i, rate)
+
+
+@triton.jit(do_not_specialize=["t", "slots", "group"])
+def channel_scores(
+    q, k, probe, log_decay, beta, A_log, dt_bias, Qr, Kr, Kw, P, M, T, factors, wild, spans,
+    bounds, first_slots, slot_texts, t, slots, group, stride_q, stride_k, head_q, head_k, scale, beta_scale,
+    lower_bound,
+    HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr, C: tl.constexpr,
+    CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr, RAW_BETA: tl.constexpr,
+    BIAS: tl.constexpr, KEEP: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    PRODUCTS: tl.constexpr, COMPARED: tl.constexpr, AGAIN: tl.constexpr, LINK: tl.constexpr,
+):  # fmt: skip
+    """Compute the scores, BX channels at a time; a program takes a chunk and value head.
+
+    PRODUCTS and wild are as in head_scores. After a first launch, of this kernel or of hopper/channel.py, a second one
+    (AGAIN) recomputes Qr, Kr, P, M and T from the first wild row of each chunk on. It also recomputes Kw of all rows
+    and e^{G_c}, since these depend on the decay of the wild rows. Its programs take `group` chunks of a value head
+    each, at most MOST, few of which have such rows.
+
+    With a probe e (see load_probes), Kr and M have e in place of k as the reader, and beta is 1. A "second" launch
+    stores Kw, P and M of a second writer.
+    """
+    link(LINK)
+    head = tl.program_id(1).to(tl.int64)
+    if AGAIN:
+        first = tl.program_id(0) * group
+        last = tl.minimum(first + group, slots)
+        among = first + tl.arange(0, MOST)
+        firsts = tl.load(wild + among.to(tl.int64) * HV + head, mask=among < last, other=C)
+        if tl.min(firsts, 0) == C:
+            return
+        for n in range(0, last - first):
+            slot = first + n
+            first_row = tl.load(wild + slot.to(tl.int64) * HV + head)
+            if first_row < C:
+                start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
+                _chunk_scores(
+                    q, k, probe, log_decay, beta, A_log, dt_bias, Qr, Kr, Kw, P, M, T, factors, wild, spans,
+                    slot, head, start, rows, first_row, stride_q, stride_k, head_q, head_k, scale, beta_scale,
+                    lower_bound, HV, R, K, BK, BX, C, CORRECTS, NORMALIZE, RAW, RAW_BETA, BIAS, KEEP, SPLIT, PRECISION,
+                    PRODUCTS, COMPARED,
+                )  # fmt: skip
+    else:
+        slot = tl.program_id(0)
+        start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
+        _chunk_scores(
+            q, k, probe, log_decay, beta, A_log, dt_bias, Qr, Kr, Kw, P, M, T, factors, wild, spans,
+            slot, head, start, rows, 0, stride_q, stride_k, head_q, head_k, scale, beta_scale, lower_bound,
+            HV, R, K, BK, BX, C, CORRECTS, NORMALIZE, RAW, RAW_BETA, BIAS, KEEP, SPLIT, PRECISION, PRODUCTS, COMPARED,
+        )  # fmt: skip

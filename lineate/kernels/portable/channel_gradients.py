@@ -18,6 +18,7 @@ from lineate.kernels.portable.channel import (
     BLOCK_LEVEL,
     FROM,
     LEVELS,
+    MOST,
     UP_TO,
     load_decay,
     load_probes,
@@ -97,29 +98,15 @@ def channel_residuals(
         tl.store(dbeta + (start + i) * HV + head, rate.to(dbeta.dtype.element_ty), mask=i < rows)
 
 
-@triton.jit(do_not_specialize=["t"])
-def channel_state_gradients(
-    q, k, probe, log_decay, A_log, dt_bias, states, dstates, doutput, dv, residuals, dq, dk, dprobe, dG, wild, spans,
-    bounds, first_slots, slot_texts, t, stride_q, stride_k, stride_r, head_q, head_k, head_r, scale,
-    lower_bound,
+@triton.jit
+def _chunk_through_state(
+    q, k, probe, log_decay, A_log, dt_bias, states, dstates, doutput, dv, residuals, dq, dk, dprobe, dG, spans,
+    stride_q, stride_k, stride_r, head_q, head_k, head_r, scale, lower_bound, slot, head, first_x, start, rows,
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr, CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr,
-    BIAS: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    COMPARED: tl.constexpr, AGAIN: tl.constexpr,
+    BIAS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, dk and dG (float32, `token hv k`) of BX channels of a chunk and value head, through the state.
-
-    These are their parts as readers and writers of the state. dq and dk are `token hv k` too; with NORMALIZE they are
-    the gradients of the unit vectors times the inverse norms, which gather completes. dprobe gets that of e.
-    """
-    slot = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    first_x = tl.program_id(2) * BX
-    if AGAIN:
-        found = tl.load(wild + (slot.to(tl.int64) * HV + head) * tl.num_programs(2) + tl.program_id(2))
-        if found == 0:
-            return
-    start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
+    """Compute the gradients of one chunk and value head through the state."""
     EVEN_X: tl.constexpr = K % BX == 0
     left = K - first_x
     KR: tl.constexpr = 1 if COMPARED == "probe" else R
@@ -181,6 +168,53 @@ def channel_state_gradients(
     else:
         store_tile(dk + row, HV * K, from_write, rows, left, C, BX, EVEN_X)
         store_tile(dprobe + row, HV * K, from_k, rows, left, C, BX, EVEN_X)
+
+
+@triton.jit(do_not_specialize=["t", "slots", "group"])
+def channel_state_gradients(
+    q, k, probe, log_decay, A_log, dt_bias, states, dstates, doutput, dv, residuals, dq, dk, dprobe, dG, wild, spans,
+    bounds, first_slots, slot_texts, t, slots, group, stride_q, stride_k, stride_r, head_q, head_k, head_r, scale,
+    lower_bound,
+    HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr,
+    BIAS: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    COMPARED: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """Compute dq, dk and dG (float32, `token hv k`) of BX channels of a chunk and value head, through the state.
+
+    These are their parts as readers and writers of the state. dq and dk are `token hv k` too; with NORMALIZE they are
+    the gradients of the unit vectors times the inverse norms, which gather completes. dprobe gets that of e.
+
+    AGAIN: a program takes `group` chunks of a value head, at most MOST, and computes those that are wild.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    first_x = tl.program_id(2) * BX
+    if AGAIN:
+        first = tl.program_id(0) * group
+        last = tl.minimum(first + group, slots)
+        blocks = tl.num_programs(2)
+        among = first + tl.arange(0, MOST)
+        at = (among.to(tl.int64) * HV + head) * blocks + tl.program_id(2)
+        if tl.max(tl.load(wild + at, mask=among < last, other=0).to(tl.int32), 0) == 0:
+            return
+        for n in range(0, last - first):
+            slot = first + n
+            if tl.load(wild + (slot.to(tl.int64) * HV + head) * blocks + tl.program_id(2)) != 0:
+                start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
+                _chunk_through_state(
+                    q, k, probe, log_decay, A_log, dt_bias, states, dstates, doutput, dv, residuals, dq, dk, dprobe, dG,
+                    spans, stride_q, stride_k, stride_r, head_q, head_k, head_r, scale, lower_bound, slot, head,
+                    first_x, start, rows, HV, R, K, V, BK, BX, BV, C, CORRECTS, NORMALIZE, RAW, BIAS, EVEN, SPLIT,
+                    PRECISION, COMPARED,
+                )  # fmt: skip
+    else:
+        slot = tl.program_id(0)
+        start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
+        _chunk_through_state(
+            q, k, probe, log_decay, A_log, dt_bias, states, dstates, doutput, dv, residuals, dq, dk, dprobe, dG, spans,
+            stride_q, stride_k, stride_r, head_q, head_k, head_r, scale, lower_bound, slot, head, first_x, start, rows,
+            HV, R, K, V, BK, BX, BV, C, CORRECTS, NORMALIZE, RAW, BIAS, EVEN, SPLIT, PRECISION, COMPARED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -274,33 +308,15 @@ def _store_decay_gradients(
     store_tile(dlog_decay + row, HV * K, dgiven, rows, K - first_x, C, BX, EVEN_X)
 
 
-@triton.jit(do_not_specialize=["t"])
-def channel_gradients(
-    q, k, probe, log_decay, A_log, dt_bias, dP, dM, dq, dk, dprobe, dG, dlog_decay, dA_log, ddt_bias, wild, spans,
-    bounds, first_slots, slot_texts, t, stride_q, stride_k, head_q, head_k, scale, lower_bound,
+@triton.jit
+def _chunk_through_scores(
+    q, k, probe, log_decay, A_log, dt_bias, dP, dM, dq, dk, dprobe, dG, dlog_decay, dA_log, ddt_bias, spans, stride_q,
+    stride_k, head_q, head_k, scale, lower_bound, slot, head, first_x, start, rows,
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr, C: tl.constexpr,
-    CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr, COMPARED: tl.constexpr, AGAIN: tl.constexpr,
+    CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients through P and M to dq, dk and dG of channel_state_gradients; then compute dlog_decay from dG.
-
-    dprobe holds the gradient of e through the state on entry, and the gradient of the probe, or of erase, afterwards.
-    With a probe and a direction, a launch for the second writer follows, which computes dlog_decay.
-
-    A pair of a reader and a writer adds the same amount to dG of the reader that it subtracts from that of the writer,
-    and the two cancel in dlog_decay of the tokens before both. So both sides have the same rounded factors, Y and Z. If
-    one side had the factors before rounding, 2^-9 of each pair would remain, and would add up in dA_log and ddt_bias.
-
-    dA_log `slot hv blocks` and ddt_bias `slot hv K` are this chunk's parts.
-    """
-    slot = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    first_x = tl.program_id(2) * BX
-    if AGAIN:
-        found = tl.load(wild + (slot.to(tl.int64) * HV + head) * tl.num_programs(2) + tl.program_id(2))
-        if found == 0:
-            return
-    start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
+    """Add the gradients of one chunk and value head through P and M."""
     dtype = q.dtype.element_ty
     EVEN_X: tl.constexpr = K % BX == 0
     left = K - first_x
@@ -366,3 +382,53 @@ def channel_gradients(
     store_tile(dk + row, HV * K, dkeys, rows, left, C, BX, EVEN_X)
     if COMPARED != "key":
         store_tile(dprobe + row, HV * K, dprobes, rows, left, C, BX, EVEN_X)
+
+
+@triton.jit(do_not_specialize=["t", "slots", "group"])
+def channel_gradients(
+    q, k, probe, log_decay, A_log, dt_bias, dP, dM, dq, dk, dprobe, dG, dlog_decay, dA_log, ddt_bias, wild, spans,
+    bounds, first_slots, slot_texts, t, slots, group, stride_q, stride_k, head_q, head_k, scale, lower_bound,
+    HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr, C: tl.constexpr,
+    CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, COMPARED: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """Add the gradients through P and M to dq, dk and dG of channel_state_gradients; then compute dlog_decay from dG.
+
+    dprobe holds the gradient of e through the state on entry, and the gradient of the probe, or of erase, afterwards.
+    With a probe and a direction, a launch for the second writer follows, which computes dlog_decay.
+
+    A pair of a reader and a writer adds the same amount to dG of the reader that it subtracts from that of the writer,
+    and the two cancel in dlog_decay of the tokens before both. So both sides have the same rounded factors, Y and Z. If
+    one side had the factors before rounding, 2^-9 of each pair would remain, and would add up in dA_log and ddt_bias.
+
+    dA_log `slot hv blocks` and ddt_bias `slot hv K` are this chunk's parts.
+
+    AGAIN: a program takes `group` chunks of a value head, at most MOST, and computes those that are wild.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    first_x = tl.program_id(2) * BX
+    if AGAIN:
+        first = tl.program_id(0) * group
+        last = tl.minimum(first + group, slots)
+        blocks = tl.num_programs(2)
+        among = first + tl.arange(0, MOST)
+        at = (among.to(tl.int64) * HV + head) * blocks + tl.program_id(2)
+        if tl.max(tl.load(wild + at, mask=among < last, other=0).to(tl.int32), 0) == 0:
+            return
+        for n in range(0, last - first):
+            slot = first + n
+            if tl.load(wild + (slot.to(tl.int64) * HV + head) * blocks + tl.program_id(2)) != 0:
+                start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
+                _chunk_through_scores(
+                    q, k, probe, log_decay, A_log, dt_bias, dP, dM, dq, dk, dprobe, dG, dlog_decay, dA_log, ddt_bias,
+                    spans, stride_q, stride_k, head_q, head_k, scale, lower_bound, slot, head, first_x, start, rows, HV,
+                    R, K, BK, BX, C, CORRECTS, NORMALIZE, RAW, BIAS, SPLIT, PRECISION, COMPARED,
+                )  # fmt: skip
+    else:
+        slot = tl.program_id(0)
+        start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
+        _chunk_through_scores(
+            q, k, probe, log_decay, A_log, dt_bias, dP, dM, dq, dk, dprobe, dG, dlog_decay, dA_log, ddt_bias, spans,
+            stride_q, stride_k, head_q, head_k, scale, lower_bound, slot, head, first_x, start, rows, HV, R, K, BK, BX,
+            C, CORRECTS, NORMALIZE, RAW, BIAS, SPLIT, PRECISION, COMPARED,
+        )  # fmt: skip

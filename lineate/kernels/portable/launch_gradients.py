@@ -15,7 +15,7 @@ from lineate.kernels.portable.channel_gradients import (
 )
 from lineate.kernels.portable.configurations import launch, narrow, power, precision
 from lineate.kernels.portable.gates import head_gates_backward
-from lineate.kernels.portable.launch_scores import spans_like
+from lineate.kernels.portable.launch_scores import chunks_to_check, spans_like
 from lineate.kernels.stages import Around, Gradients, Prepared, RawGradients
 
 
@@ -156,9 +156,10 @@ def fill_state_gradients(call: Call, around: Around, work: ChannelWork, grads: G
     k = call.k if gates.direction is None else gates.direction
     doutput, states, dstates = around
     config = launch("channel_state_gradients", BV=power(V))
-    start(channel_state_gradients, (sequences.slots, call.sizes[2], ceil_div(K, config["BX"])))(
+    group, grid = _grid(call, work, ceil_div(K, config["BX"]))
+    start(channel_state_gradients, grid)(
         q, k, gates.probe, gates.log_decay, gates.A_log, gates.dt_bias, states, dstates, doutput, grads.v, residuals,
-        work.dq, work.dk, grads.probe, work.dG, work.wild, spans_like(q), *call.where,
+        work.dq, work.dk, grads.probe, work.dG, work.wild, spans_like(q), *call.where, sequences.slots, group,
         q.stride(1), k.stride(1), residuals.stride(1), q.stride(2), k.stride(2), residuals.stride(2),
         call.scale, gates.lower_bound,
         V=V, EVEN=V % config["BV"] == 0, COMPARED=gates.compared, **_channel_options(call, work), **config,
@@ -167,16 +168,24 @@ def fill_state_gradients(call: Call, around: Around, work: ChannelWork, grads: G
 
 def fill_pair_gradients(call: Call, work: ChannelWork, grads: Gradients, second: bool = False) -> None:
     """Add the gradients through the scores: of what is erased; with `second`, of the key, if that is another one."""
-    _, _, hv, K, _ = call.sizes
+    K = call.sizes[3]
     q, gates = call.q, call.gates
     k = call.k if second or gates.direction is None else gates.direction
     config = launch("channel_gradients")
-    start(channel_gradients, (call.sequences.slots, hv, ceil_div(K, config["BX"])))(
+    group, grid = _grid(call, work, ceil_div(K, config["BX"]))
+    start(channel_gradients, grid)(
         q, k, gates.probe, gates.log_decay, gates.A_log, gates.dt_bias, work.dP, work.dM, work.dq, work.dk,
         grads.probe, work.dG, grads.log_decay, work.dA_log, work.ddt_bias, work.wild, spans_like(q), *call.where,
-        q.stride(1), k.stride(1), q.stride(2), k.stride(2), call.scale, gates.lower_bound,
+        call.sequences.slots, group, q.stride(1), k.stride(1), q.stride(2), k.stride(2), call.scale, gates.lower_bound,
         COMPARED="second" if second else gates.compared, **_channel_options(call, work), **config,
     )  # fmt: skip
+
+
+def _grid(call: Call, work: ChannelWork, blocks: int) -> tuple[int, tuple[int, int, int]]:
+    """Return the chunks of a program of both kernels, several if it looks for wild blocks among them, and the grid."""
+    slots, hv = call.sequences.slots, call.sizes[2]
+    group = 1 if work.wild is None else chunks_to_check(call, blocks)
+    return group, (ceil_div(slots, group), hv, blocks)
 
 
 def _channel_options(call: Call, work: ChannelWork) -> dict[str, int | bool | str]:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from lineate.kernels.call import CHUNK, Call
-from lineate.kernels.launching import ceil_div, linked, next_power, start
-from lineate.kernels.portable.channel import channel_scores, make_spans
+from lineate.kernels.launching import ceil_div, linked, multiprocessors, next_power, start
+from lineate.kernels.portable.channel import MOST, channel_scores, make_spans
 from lineate.kernels.portable.configurations import GROUP, launch, power, precision
 from lineate.kernels.portable.gates import FACTORS, head_gates
 from lineate.kernels.portable.scores import head_scores, invert_wild
@@ -53,11 +53,12 @@ def fill_channel_scores(
     With a direction, its scores are filled; with `second`, Kw, P and M of the key that is written.
     """
     _, h, hv, K, _ = call.sizes
-    q, gates, BK = call.q, call.gates, power(K)
+    q, gates, slots, BK = call.q, call.gates, call.sequences.slots, power(K)
     k = call.k if second or gates.direction is None else gates.direction
-    start(channel_scores, (call.sequences.slots, hv))(
+    group = chunks_to_check(call) if again else 1
+    start(channel_scores, (ceil_div(slots, group), hv))(
         q, k, gates.probe, gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, ready.q, ready.k, ready.w, ready.P,
-        ready.M, ready.T, ready.factors, ready.wild, spans_like(q), *call.where,
+        ready.M, ready.T, ready.factors, ready.wild, spans_like(q), *call.where, slots, group,
         q.stride(1), k.stride(1), q.stride(2), k.stride(2), call.scale, gates.beta_scale,
         gates.lower_bound,
         HV=hv, R=hv // h, K=K, BK=BK, C=CHUNK, CORRECTS=call.corrects, NORMALIZE=call.normalize_qk,
@@ -66,6 +67,12 @@ def fill_channel_scores(
         PRECISION=precision(call), PRODUCTS=products, COMPARED="second" if second else gates.compared, AGAIN=again,
         **launch("channel_scores", BX=BK), **linked(q.device),
     )  # fmt: skip
+
+
+def chunks_to_check(call: Call, blocks: int = 1) -> int:
+    """Return the chunks among which one program looks for wild ones: as many as let all programs run at once."""
+    programs = call.sequences.slots * call.sizes[2] * blocks
+    return max(1, min(MOST.value, programs // (3 * multiprocessors(call.q.device))))
 
 
 def make_head_room(call: Call, wild: bool, in_walk: InWalk) -> Prepared:
