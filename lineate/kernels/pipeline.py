@@ -136,13 +136,21 @@ def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:
 
 
 def _forward(stages: Stages, state: Tensor, output: Tensor, final: Tensor, states: Tensor | None) -> None:
-    ready = stages.prepare(stages.made_in_walk(states is not None))
-    inner = None
-    if stages.call.sequences.cuts:
-        maps = _room_for_maps(stages.call)
-        stages.walk_forward(ready, ForwardWalk(state, None, None, maps, None))
-        inner = stages.chain_segments(maps)
-    stages.walk_forward(ready, ForwardWalk(state, inner, output, final, states))
+    pieces, kept = stages.pieces(), []
+    for n, (tokens, own) in enumerate(pieces):
+        ready = own.prepare(own.made_in_walk(states is not None))
+        kept.append(ready)  # the next piece's scores, which do not wait for this walk, need other memory
+        inner = None
+        if own.call.sequences.cuts:
+            maps = _room_for_maps(own.call)
+            own.walk_forward(ready, ForwardWalk(state, None, None, maps, None))
+            inner = own.chain_segments(maps)
+        chunks = states
+        if states is not None and len(pieces) > 1:
+            chunks = states[tokens.start // CHUNK : ceil_div(tokens.stop, CHUNK)]
+        walk = ForwardWalk(state, inner, output[:, tokens], final, chunks, more=n + 1 < len(pieces))
+        own.walk_forward(ready, walk)
+        state = final
 
 
 def _backward(stages: Stages, doutput: Tensor, dfinal: Tensor, states: Tensor, grads: Gradients) -> None:

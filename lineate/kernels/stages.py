@@ -98,6 +98,8 @@ class ForwardWalk(NamedTuple):
     """`sequence hv k v`; for maps, `cut hv k (v + k)`."""
     states: Tensor | None
     """`slot hv v k`: gets the state entering each chunk, if given."""
+    more: bool = False
+    """Whether a walk over the next tokens follows, whose scores may be computed while this one runs."""
 
     @property
     def map_only(self) -> bool:
@@ -162,6 +164,13 @@ class RawGradients(NamedTuple):
     """Left alone if the call has no dt_bias."""
 
 
+class Piece(NamedTuple):
+    """Some tokens of a call, one after another."""
+
+    tokens: slice
+    stages: "Stages"
+
+
 class Stages(Protocol):
     """The stages of one call on one architecture."""
 
@@ -183,6 +192,9 @@ class Stages(Protocol):
 
     def variant(self) -> tuple[object, ...]:
         """Return the keys of the compiled kernels other than the shapes and dtypes of a call."""
+
+    def pieces(self) -> list["Piece"]:
+        """Return consecutive pieces of the tokens: the scores of one are computed while the walk before it runs."""
 
     def made_in_walk(self, keep: bool) -> InWalk:
         """Return the parts that the forward walk computes itself. keep: whether it keeps the states."""

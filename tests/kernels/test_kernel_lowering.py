@@ -200,6 +200,18 @@ def test_where_scores_are_made_beside_a_walk(size, process):
 
 
 @pytest.mark.cover
+@pytest.mark.parametrize("size", ["32 heads", "two rows", "48 heads"])
+def test_which_calls_with_decay_per_channel_are_in_pieces(size, process):
+    """One long sequence with few heads; all launches are linked, and the last lets nothing begin."""
+    options = dict(row="kimi_delta", dtype="bfloat16", backward=False, packed=False, gates="given", size=size)
+    found = process.run(90, "rule", options, lowers=False)
+    piece = ["hopper.channel.channel_scores", "portable.channel.channel_scores", "hopper.walk.forward_state"]
+    pieces = 3 if size == "32 heads" else 1
+    assert [name.removeprefix("lineate.kernels.") for name in found.launched] == piece * pieces
+    assert found.links == [1] * (3 * pieces - 1) + [2]
+
+
+@pytest.mark.cover
 @pytest.mark.slow(but="values")
 @pytest.mark.parametrize("size", ["grouped", "32 heads", "two rows", "cut", "many heads", "128"])
 @pytest.mark.parametrize("row", GATES)

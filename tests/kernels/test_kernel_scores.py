@@ -155,6 +155,9 @@ def as_on_hopper(monkeypatch):
         monkeypatch.setattr(hopper.launch_scores, "fill_channel_scores", scores)
         monkeypatch.setattr(hopper.launch_gradients, "fill_channel_gradients", gradients)
         monkeypatch.setattr(importlib.import_module("lineate.kernels.pipeline"), "stages_for", Stages)
+        for launches in ("launch_scores", "launch_gradients"):  # several chunks a program, as in longer calls
+            module = importlib.import_module(f"lineate.kernels.portable.{launches}")
+            monkeypatch.setattr(module, "chunks_to_check", lambda call, blocks=1: 2)
         return Stages
 
     return replace_launches
@@ -169,7 +172,7 @@ def test_scores_that_gluon_leaves_are_made_anew(row, path, as_on_hopper):
     expected = portable(call).prepare(for_backward=True)
     first_wild = (30, CHUNK, 0)
 
-    def leave(_: object, ready: NamedTuple) -> None:
+    def leave(_: object, ready: NamedTuple, late: bool) -> None:
         ready.wild[:, 0] = torch.tensor(first_wild)
         for slot, first in enumerate(first_wild):
             tokens = slice(slot * CHUNK, slot * CHUNK + first)
@@ -197,7 +200,7 @@ def test_gradients_that_gluon_leaves_are_made_anew(row, path, as_on_hopper):
     expected = run(row, inputs, path)
     wild_units = torch.tensor([[[1, 0]], [[0, 1]]])
 
-    def all_wild(_: object, ready: NamedTuple) -> None:
+    def all_wild(_: object, ready: NamedTuple, late: bool) -> None:
         ready.wild.zero_()
 
     def leave(call: object, ready: NamedTuple, around: NamedTuple, work: NamedTuple, grads: NamedTuple) -> None:

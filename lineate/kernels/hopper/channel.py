@@ -24,7 +24,6 @@ channel_scores, recomputes those rows by the levels.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -32,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
 from lineate.kernels.hopper.channel_parts import (
     add,
@@ -41,11 +41,13 @@ from lineate.kernels.hopper.channel_parts import (
     diagonal_entries,
     log2_decay_of_gate,
     opaque,
+    opaque_scalar,
     reciprocal,
+    small_merge,
     unit_bounds,
     zero_below,
 )
-from lineate.kernels.hopper.parts import barrier, exp2, link, sigmoid
+from lineate.kernels.hopper.parts import barrier, exp2, link_late, sigmoid
 from lineate.kernels.portable.channel import BF16_LIMIT
 from lineate.kernels.portable.gates import FLOOR, LOG2E
 from lineate.kernels.portable.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
@@ -65,28 +67,6 @@ def _by_block(x, flat: gl.constexpr, cube: gl.constexpr):
     """Reshape [64] to [4, 16, 1]."""
     x = gl.reshape(gl.convert_layout(x, gl.SliceLayout(1, flat)), [4, 16])
     return gl.convert_layout(x, gl.SliceLayout(2, cube), assert_trivial=True)[:, :, None]
-
-
-@gluon.jit
-def _small_merge(X, Xt, Bt, Ba, apart, LEVEL: gl.constexpr, mma: gl.constexpr):
-    """Compute _merge of solve.py for the batch of 16 x 16 blocks, with both X and its transpose in registers.
-
-    Bt, Ba: A^T and A as right operands; apart: i ^ j. The transpose of an accumulator has the layout of a right
-    operand, so no data moves.
-    """
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    none = gl.zeros([4, 16, 16], gl.float32, mma)
-    half = X.to(gl.float16)
-    half_t = Xt.to(gl.float16)
-    right_X = gl.convert_layout(gl.permute(half_t, [0, 2, 1]), right)
-    right_Xt = gl.convert_layout(gl.permute(half, [0, 2, 1]), right)
-    XA = mma_v2(gl.convert_layout(half, left), Ba, none)
-    Y = mma_v2(gl.convert_layout(XA.to(gl.float16), left), right_X, none)
-    XtAt = mma_v2(gl.convert_layout(half_t, left), Bt, none)
-    Yt = mma_v2(gl.convert_layout(XtAt.to(gl.float16), left), right_Xt, none)
-    merged = (apart >> LEVEL) == 1  # above (for the transpose, below) the diagonal Y is 0, as X is
-    return gl.where(merged, -Y, X), gl.where(merged, -Yt, Xt)
 
 
 @gluon.jit
@@ -210,10 +190,10 @@ def _first_above(X, most: gl.constexpr, first_wild, i1):
     return gl.minimum(first_wild, gl.min(gl.where(above == 0, 64, i1), 0))
 
 
-@gluon.jit(do_not_specialize=["t", "units"])
+@gluon.jit(do_not_specialize=["t", "units", "late"])
 def channel_scores(
     q, k, g, P, M, T, probe, beta, A_log, dt_bias, Qr, Kr, Kw, factors, wild, norms,
-    bounds, first_slots, slot_texts, t, units, head_q, head_k, scale, beta_scale,
+    bounds, first_slots, slot_texts, t, units, late, head_q, head_k, scale, beta_scale,
     lower_bound,
     HV: gl.constexpr, R: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, RAW: gl.constexpr,
     RAW_BETA: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
@@ -223,7 +203,8 @@ def channel_scores(
 
     q, k, g, P, M, T: descriptors of tiles of 64 x 64; g: the gates, of 16 or 32 bits. units: slots HV. M, T, beta and
     Kr are used only if CORRECTS. KEEP: store the norms, and M of rules without a probe. With a probe `b t hv k` there
-    is no beta. "second": fill only Kw, P and M.
+    is no beta. "second": fill only Kw, P and M. late: whether the previous launch, which nothing here depends on, may
+    still run, and is waited for at the end; then a later launch that waits for this one also waits for that.
     """
     gl.static_assert(CORRECTS or not RAW)
     KR: gl.constexpr = 1 if COMPARED == "probe" else R  # heads of what is erased are value heads
@@ -272,7 +253,7 @@ def channel_scores(
     fence_async_shared()
     barrier()
 
-    link(LINK)
+    link_late(LINK, late)
     u = gl.program_id(0)
     start, rows, head = unit_bounds(u, bounds, first_slots, slot_texts, t, HV, PACKED)
     cq = head // R * head_q
@@ -286,6 +267,8 @@ def channel_scores(
     none = gl.zeros([64, 64], gl.float32, acc)
     phase = 0
     for u in range(gl.program_id(0), units, gl.num_programs(0)):
+        if not PACKED:  # computed again, which is faster than registers that the compiler would spill
+            start, rows, head = unit_bounds(opaque_scalar(u), bounds, first_slots, slot_texts, t, HV, PACKED)
         # Always 0, but computed inside the loop: otherwise the compiler computes all operands' addresses before the
         # loop and spills them.
         zero = start >> 30
@@ -442,9 +425,9 @@ def channel_scores(
             apart = bi ^ gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, small)))[None, None, :]
             X = gl.where(apart == 0, 1.0, gl.where(apart == 1, -diagonal, 0.0))
             Xt = gl.where(apart == 0, 1.0, gl.where(apart == 1, -diagonal_t, 0.0))
-            X, Xt = _small_merge(X, Xt, Bt, Ba, apart, 1, small)
-            X, Xt = _small_merge(X, Xt, Bt, Ba, apart, 2, small)
-            X, Xt = _small_merge(X, Xt, Bt, Ba, apart, 3, small)
+            X, Xt = small_merge(X, Xt, Bt, Ba, apart, 1, small)
+            X, Xt = small_merge(X, Xt, Bt, Ba, apart, 2, small)
+            X, Xt = small_merge(X, Xt, Bt, Ba, apart, 3, small)
             parts: gl.constexpr = quads.type.layout
             wide = gl.convert_layout(X, gl.SliceLayout(2, parts))[:, :, None, :] + gl.zeros(
                 [4, 16, 4, 16], gl.float32, parts
@@ -493,6 +476,8 @@ def channel_scores(
             if COMPARED == "second":
                 tma.async_copy_shared_to_global(M, [u * 64, 0], Y1)
     tma.store_wait(0)
+    if LINK != 0:
+        gdc_wait()
 
 
 @gluon.jit

@@ -6,6 +6,7 @@ rows and channel, through which the warps exchange these numbers.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from lineate.kernels.hopper.parts import chunk_bounds, exp2
@@ -29,6 +30,11 @@ def rounded(x):
 @gluon.jit
 def opaque(x):
     """Return x, hidden from the compiler, so that it does not compute addresses before the loop and spill them."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def opaque_scalar(x):
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -169,3 +175,25 @@ def stack8(a, b, c, d, e, f, g, layout: gl.constexpr):
 def by_rows(x, cube: gl.constexpr):
     """Reshape [64] to [4, 16, 1]."""
     return gl.convert_layout(gl.reshape(x, [4, 16]), gl.SliceLayout(2, cube), assert_trivial=True)[:, :, None]
+
+
+@gluon.jit
+def small_merge(X, Xt, Bt, Ba, apart, LEVEL: gl.constexpr, mma: gl.constexpr):
+    """Compute _merge of solve.py for the batch of 16 x 16 blocks, with both X and its transpose in registers.
+
+    Bt, Ba: A^T and A as right operands; apart: i ^ j. The transpose of an accumulator has the layout of a right
+    operand, so no data moves.
+    """
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    none = gl.zeros([4, 16, 16], gl.float32, mma)
+    half = X.to(gl.float16)
+    half_t = Xt.to(gl.float16)
+    right_X = gl.convert_layout(gl.permute(half_t, [0, 2, 1]), right)
+    right_Xt = gl.convert_layout(gl.permute(half, [0, 2, 1]), right)
+    XA = mma_v2(gl.convert_layout(half, left), Ba, none)
+    Y = mma_v2(gl.convert_layout(XA.to(gl.float16), left), right_X, none)
+    XtAt = mma_v2(gl.convert_layout(half_t, left), Bt, none)
+    Yt = mma_v2(gl.convert_layout(XtAt.to(gl.float16), left), right_Xt, none)
+    merged = (apart >> LEVEL) == 1  # above (for the transpose, below) the diagonal Y is 0, as X is
+    return gl.where(merged, -Y, X), gl.where(merged, -Yt, Xt)

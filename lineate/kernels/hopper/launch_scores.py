@@ -22,6 +22,21 @@ from lineate.kernels.stages import Prepared
 LEAST_IDLE = 3 / 8  # of the multiprocessors
 LEAST_CHUNKS = 48
 
+# With decay per channel, scores take longer than the walk, so they are computed in two or three pieces, and those of
+# a piece while the walk over the piece before runs. Each piece costs some 10 us. Kimi Delta Attention, us in a graph on
+# an H200:
+#
+#     tokens, value heads of 128      4096, 24    4096, 32    8192, 24    8192, 32    32768, 32
+#     1 piece                            181         205         329         371        1403
+#     2 pieces                           178         204         308         363        1329
+#     3                                  185         214         310         367        1313
+#     4                                  200         235         322         382        1315
+LEAST_IN_PIECES, LONG = 96, 256  # chunks; from the latter on three pieces
+SCORES_MICROSECONDS, WALK_MICROSECONDS = (
+    6.6,
+    1.4,
+)  # of a chunk and head, on one multiprocessor; of the walk over a chunk
+
 
 def takes_beside(q: Tensor, v: Tensor, corrects: bool, channel: bool) -> bool:
     """Whether head_scores can run in parallel with a walk: for rules that correct, with decay per head or none."""
@@ -34,6 +49,10 @@ def leaves_room(call: Call) -> bool:
     (Those of several sequences would all begin at once, but the scores of the last sequence are computed last.)
     """
     return call.lone_chunks >= LEAST_CHUNKS and _idle(call) >= LEAST_IDLE * multiprocessors(call.q.device)
+
+
+def _all(call: Call) -> int:
+    return multiprocessors(call.q.device)
 
 
 def _idle(call: Call) -> int:
@@ -79,24 +98,41 @@ def _launch_head_scores(call: Call, ready: Prepared, groups: int, for_backward: 
     )  # fmt: skip
 
 
-def fill_channel_scores(call: Call, ready: Prepared, second: bool = False) -> None:
+def piece_lengths(call: Call) -> list[int]:
+    """Return the chunks of consecutive pieces of a call with decay per channel.
+
+    The scores of a piece are computed on the multiprocessors that the walk over the piece before it leaves idle, and
+    both take about as long.
+    """
+    chunks, idle = call.lone_chunks, _idle(call)
+    whole = call.q.shape[0] == 1 and not call.sequences.packed and not call.sequences.cuts
+    if not whole or call.gates.direction is not None or chunks < LEAST_IN_PIECES or idle < LEAST_IDLE * _all(call):
+        return [chunks]
+    growth = WALK_MICROSECONDS * idle / (SCORES_MICROSECONDS * call.sizes[2])
+    shares = [growth**n for n in range(2 if chunks < LONG else 3)]
+    later = [round(chunks * x / sum(shares)) for x in shares[1:]]
+    return [chunks - sum(later), *later]
+
+
+def fill_channel_scores(call: Call, ready: Prepared, second: bool = False, late: bool = False) -> None:
     """Fill the buffers of a call with decay per channel; the portable launch for the wild rows must follow.
 
     For the backward, M and (with normalize_qk) norms are kept. If the rule only accumulates, Kr is not written. With a
-    direction, its scores are filled; with `second`, Kw, P and M of the key that is written.
+    direction, its scores are filled; with `second`, Kw, P and M of the key that is written. late: while the walk over
+    the piece before runs.
     """
     _, h, hv, _, _ = call.sizes
     q, gates, P = call.q, call.gates, ready.P
     k = call.k if second or gates.direction is None else gates.direction
     assert gates.log_decay is not None and P is not None
     units = call.sequences.slots * hv
-    start(channel_scores, (min(2 * multiprocessors(q.device), units),))(
+    start(channel_scores, (min(2 * (_idle(call) if late else _all(call)), units),))(
         describe_rows(q, 64), describe_rows(k, 64), describe_rows(gates.log_decay, 64),
         describe_squares(P), describe_squares(P if ready.M is None else ready.M),
         describe_squares(P if ready.T is None else ready.T),
         gates.probe, gates.beta, gates.A_log, gates.log_decay if gates.dt_bias is None else gates.dt_bias,
         ready.q, ready.k, ready.w, ready.factors, ready.wild, ready.norms,
-        *call.where, units, q.stride(2), k.stride(2), call.scale, gates.beta_scale, gates.lower_bound,
+        *call.where, units, int(late), q.stride(2), k.stride(2), call.scale, gates.beta_scale, gates.lower_bound,
         HV=hv, R=hv // h, CORRECTS=call.corrects, NORMALIZE=call.normalize_qk, RAW=gates.raw_decay,
         RAW_BETA=gates.raw_beta,
         BIAS=gates.dt_bias is not None, KEEP=(ready.M is not None and not second) or ready.norms is not None,

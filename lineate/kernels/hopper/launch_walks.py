@@ -117,7 +117,8 @@ def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
         HV=hv, R=hv // q.shape[2], K=K, V=V, BV=block, STAGES=stages, OUTS=outs,
         CHANNEL=channel, CORRECTS=corrects, KEEP=states is not None, MAP=walk.map_only, PACKED=sequences.packed,
         SCORES=scores, GATED=call.gates.log_decay is not None, num_warps=block // 16,
-        maxnreg=128 if walk.map_only and block == 64 else None, **linked(q.device, last=not walk.map_only),
+        maxnreg=128 if walk.map_only and block == 64 else None,
+        **linked(q.device, last=not (walk.map_only or walk.more)),
     )  # fmt: skip
 
 

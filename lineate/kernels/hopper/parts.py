@@ -21,6 +21,18 @@ def link(LINK: gl.constexpr):
 
 
 @gluon.jit
+def link_late(LINK: gl.constexpr, late):
+    """As link, but with `late` (a number) do not wait for the previous launch: the kernel does so when it ends.
+
+    All launches before the previous one have ended by then, because that one waited for them before it let this begin.
+    """
+    if (LINK != 0) & (late == 0):
+        gdc_wait()
+    if LINK == 1:
+        gdc_launch_dependents()
+
+
+@gluon.jit
 def overlap(LATE: gl.constexpr = False):
     """Let the next launch begin, and wait for the previous one (launching.overlapping); LATE: wait first."""
     if LATE:

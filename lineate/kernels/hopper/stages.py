@@ -4,21 +4,22 @@ import torch
 from torch import Tensor
 
 from lineate.call import Inputs, Options
-from lineate.kernels.call import Call
+from lineate.kernels.call import CHUNK, Call
 from lineate.kernels.hopper import launch_gradients, launch_scores, launch_walks
-from lineate.kernels.launching import multiprocessors
+from lineate.kernels.launching import compiling, multiprocessors
 from lineate.kernels.portable import launch_gradients as portable_gradients
 from lineate.kernels.portable import launch_scores as portable_scores
 from lineate.kernels.portable import launch_second
 from lineate.kernels.portable.launch_gradients import ChannelWork
 from lineate.kernels.portable.stages import PortableStages
-from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, InWalk, Prepared
+from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, InWalk, Piece, Prepared
 
 
 class HopperStages(PortableStages):
     """The stages of one call on Hopper."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, late: bool = False) -> None:
+        self.late = late
         self.takes_call = _takes_call(call)
         self.takes_channel = self.takes_call and _takes_channel(call)
         super().__init__(call)
@@ -37,6 +38,22 @@ class HopperStages(PortableStages):
         return launch_scores.takes_beside(
             inputs.q, inputs.v, options.corrects, channel=decay is not None and decay.dim() == 4
         )
+
+    def pieces(self) -> list[Piece]:
+        """Return consecutive pieces of the tokens, several if decay is per channel and a walk leaves room."""
+        call = self.call
+        lengths = launch_scores.piece_lengths(call) if self.takes_channel else []
+        if len(lengths) < 2:
+            return super().pieces()
+        t = call.q.shape[1]
+        if compiling():  # (of a few tokens) what differs between the first piece and the others
+            return [Piece(slice(0, t), self), Piece(slice(0, t), HopperStages(call, late=True))]
+        pieces, end = [], 0
+        for n, chunks in enumerate(lengths):
+            tokens = slice(end, min(end + CHUNK * chunks, t))
+            pieces.append(Piece(tokens, HopperStages(call.part(slice(0, 1), tokens), late=n > 0)))
+            end = tokens.stop
+        return pieces
 
     def choose_products(self) -> tuple[str, ...]:
         """Return products; with decay per channel a second launch computes the rows that are wild in channel.py."""
@@ -84,7 +101,7 @@ class HopperStages(PortableStages):
         if not self.takes_channel:
             super().fill_channel_scores(ready)
             return
-        launch_scores.fill_channel_scores(self.call, ready)
+        launch_scores.fill_channel_scores(self.call, ready, late=self.late)
         portable_scores.fill_channel_scores(self.call, ready, self.products[1], again=True)
 
     def fill_second_scores(self, writer: Prepared) -> None:

@@ -9,7 +9,7 @@ from lineate.kernels.portable import launch_gradients, launch_scores, launch_sec
 from lineate.kernels.portable.decode import decode
 from lineate.kernels.portable.decode_general import decode_general
 from lineate.kernels.portable.split import CHAIN_WIDTH
-from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, InWalk, Prepared, RawGradients
+from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, InWalk, Piece, Prepared, RawGradients
 
 
 class PortableStages:
@@ -59,6 +59,10 @@ class PortableStages:
     def variant(self) -> tuple[object, ...]:
         """Return the keys of the compiled kernels other than the shapes and dtypes of a call."""
         return (self.products,)
+
+    def pieces(self) -> list[Piece]:
+        """Return consecutive pieces of the tokens: all of them in one."""
+        return [Piece(slice(0, self.call.q.shape[1]), self)]
 
     def made_in_walk(self, keep: bool) -> InWalk:
         """Return the parts that the forward walk computes itself: none."""
