@@ -138,9 +138,14 @@ def chain_segments(call: Call, maps: Tensor) -> Tensor:
     return inner
 
 
-def backward_block(call: Call) -> int:
-    """Return the value columns of a program of the backward walk: 64, or 128 if the device cannot run those at once."""
-    _, _, hv, _, V = call.sizes
+def backward_block(call: Call, map_only: bool = False) -> int:
+    """Return the value columns of a program of the backward walk: 64, or 128 if the device cannot run those at once.
+
+    A multiprocessor has room for one program. One that finds maps has 128 where all its columns are multiples of that.
+    """
+    _, _, hv, K, V = call.sizes
+    if map_only:
+        return 128 if V % 128 == 0 and K % 128 == 0 else 64
     walks = call.sequences.walks(map_only=False, likely=True) * hv
     return 128 if V % 128 == 0 and V // 64 * walks > multiprocessors(call.q.device) else 64
 
@@ -153,28 +158,34 @@ def backward_bytes(call: Call, block: int, stages: int, others: int, early: int,
     return ring + outs * 2 * block * (64 + K) + 1024
 
 
-def backward_buffers(call: Call, block: int) -> tuple[int, int, int, int]:
+def backward_buffers(call: Call, block: int, map_only: bool = False) -> tuple[int, int, int, int]:
     """Return STAGES, OTHERS, EARLY and OUTS of the backward walk, the most that fit into shared memory."""
     for each in ((3, 3, 2, 2), (3, 3, 2, 1), (2, 3, 2, 2), (2, 3, 2, 1), (2, 2, 2, 1)):
-        if backward_bytes(call, block, *each) <= SHARED:
+        outs = 0 if map_only else each[3]
+        if backward_bytes(call, block, *each[:3], outs) <= SHARED:
             return each
     raise ValueError(f"lineate: a state of {call.q.shape[3]} x {block} does not fit into shared memory")
 
 
 def walk_backward(call: Call, ready: Prepared, walk: BackwardWalk) -> None:
-    """Launch the backward walk, which cannot compute segment maps. doutput, dvalues and dstates are contiguous."""
+    """Launch the backward walk. doutput, dvalues and dstates are contiguous."""
     t, _, hv, K, V = call.sizes
     q, w, P, T = ready.q, ready.w, ready.P, ready.T
     sequences, channel, corrects = call.sequences, call.channel, call.corrects
-    assert P is not None and walk.dvalues is not None and walk.dstates is not None
-    block = backward_block(call)
-    stages, others, early, outs = backward_buffers(call, block)
+    assert P is not None
+    block = backward_block(call, walk.map_only)
+    stages, others, early, outs = backward_buffers(call, block, walk.map_only)
     tokens = q.shape[0] * t
+    columns = V + K if walk.map_only else V
+    doutput_tiles = describe(walk.doutput, tokens, hv * V, hv * V, [64, block])
+    dstates_tiles = doutput_tiles
+    if walk.dstates is not None:
+        dstates_tiles = describe(walk.dstates, sequences.slots * hv * V, K, K, [block, 64])
 
     P_tiles = describe_squares(P)
     k = ready.k if corrects or not channel else w
     k_tiles = describe_rows(k, K)
-    start(backward_state, (V // block * hv * sequences.walks(map_only=False),))(
+    start(backward_state, (columns // block * hv * sequences.walks(walk.map_only),))(
         describe_rows(q, K),
         k_tiles,
         describe_rows(w, K) if channel and corrects else k_tiles,
@@ -182,12 +193,13 @@ def walk_backward(call: Call, ready: Prepared, walk: BackwardWalk) -> None:
         P_tiles if T is None else describe_squares(T),
         describe(ready.factors, ready.factors.numel() // 64, 64, 64, [_box_rows(K, channel), 64]),
         ready.made,
-        describe(walk.doutput, tokens, hv * V, hv * V, [64, block]),
-        describe(walk.dvalues, tokens, hv * V, hv * V, [64, block]),
-        describe(walk.dstates, sequences.slots * hv * V, K, K, [block, 64]),
-        ready.factors, walk.outer, walk.inner, walk.dstart, walk.dvalues, *sequences.places(t, map_only=False),
+        doutput_tiles,
+        doutput_tiles if walk.dvalues is None else describe(walk.dvalues, tokens, hv * V, hv * V, [64, block]),
+        dstates_tiles,
+        ready.factors, walk.outer, walk.inner, walk.dstart, walk.dvalues,
+        *sequences.places(t, walk.map_only),
         q.stride(2), k.stride(2),
         HV=hv, R=hv // q.shape[2], K=K, V=V, BV=block, STAGES=stages, OTHERS=others, EARLY=early, OUTS=outs,
-        CHANNEL=channel, CORRECTS=corrects, PACKED=sequences.packed, num_warps=block // 16,
-        **linked(q.device, last=True),
+        CHANNEL=channel, CORRECTS=corrects, MAP=walk.map_only, PACKED=sequences.packed, num_warps=block // 16,
+        **linked(q.device, last=not walk.map_only),
     )  # fmt: skip

@@ -141,8 +141,8 @@ class HopperStages(PortableStages):
         return super().chain_segments(maps)
 
     def walk_backward(self, ready: Prepared, walk: BackwardWalk) -> None:
-        """Go from the last chunk to the first and fill what the walk names; Triton computes segment maps."""
-        if self.takes_call and not walk.map_only:
+        """Go from the last chunk to the first and fill the buffers of the walk."""
+        if self.takes_call:
             launch_walks.walk_backward(self.call, ready, walk)
         else:
             super().walk_backward(ready, walk)

@@ -114,6 +114,7 @@ def _copy_tiles(
     made, dvalues, dstates, written, leaving0, leaving1, token, at, count, partial, column_q, column_k, column_o, first,
     HV: gl.constexpr, V: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, OTHERS: gl.constexpr,
     EARLY: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr,
+    MAP: gl.constexpr,
 ):  # fmt: skip
     """Fetch the tiles of all chunks and store their results.
 
@@ -140,7 +141,7 @@ def _copy_tiles(
     expect(early_sources, early_ready, 0, count > EARLY)
     places = ((token - EARLY * 64, column_o), ((at - EARLY * HV) * 64, 0))
     fetch(early_sources, early_kept, early_ready, places, 0, count > EARLY)
-    if OUTS == 1:  # the dS that left the first chunk
+    if OUTS == 1 and not MAP:  # the dS that left the first chunk
         row = gl.where(count > 0, at * V + first, dstates.shape[0])
         tma.async_copy_shared_to_global(dstates, [row, 0], leaving0.index(0))
         if H == 2:
@@ -163,17 +164,18 @@ def _copy_tiles(
         expect(early_sources, early_ready, early, n + 1 + EARLY < count)
         places = ((token - (1 + EARLY) * 64, column_o), ((at - (1 + EARLY) * HV) * 64, 0))
         fetch(early_sources, early_kept, early_ready, places, early, n + 1 + EARLY < count)
-        # (The last chunk may be partial and is stored by the others, so here its store goes outside of dvalues.)
-        row = gl.where((n == 0) & partial, dvalues.shape[0], token)
-        tma.async_copy_shared_to_global(dvalues, [row, column_o], written.index(n % OUTS))
-        row = at * V + first
-        if OUTS == 1:  # this is the dS that left the next chunk; after the first chunk there is none
-            row = gl.where(n + 1 < count, row - HV * V, dstates.shape[0])
-        tma.async_copy_shared_to_global(dstates, [row, 0], leaving0.index(n % OUTS))
-        if H == 2:
-            tma.async_copy_shared_to_global(dstates, [row, 64], leaving1.index(n % OUTS))
-        tma.store_wait((OUTS - 1) * (1 + H))
-        mbarrier.arrive(free.index((n + 1) % OUTS), count=1, pred=n + 1 >= OUTS)
+        if not MAP:
+            # (The last chunk may be partial and is stored by the others, so here its store goes outside of dvalues.)
+            row = gl.where((n == 0) & partial, dvalues.shape[0], token)
+            tma.async_copy_shared_to_global(dvalues, [row, column_o], written.index(n % OUTS))
+            row = at * V + first
+            if OUTS == 1:  # this is the dS that left the next chunk; after the first chunk there is none
+                row = gl.where(n + 1 < count, row - HV * V, dstates.shape[0])
+            tma.async_copy_shared_to_global(dstates, [row, 0], leaving0.index(n % OUTS))
+            if H == 2:
+                tma.async_copy_shared_to_global(dstates, [row, 64], leaving1.index(n % OUTS))
+            tma.store_wait((OUTS - 1) * (1 + H))
+            mbarrier.arrive(free.index((n + 1) % OUTS), count=1, pred=n + 1 >= OUTS)
         token -= 64
         at -= HV
         other = gl.where(other == OTHERS - 1, 0, other + 1)
@@ -186,9 +188,10 @@ def _copy_tiles(
 def _walk(
     kept_q, ready_q, kept_k, ready_k, kept_w, ready_w, kept_P, ready_P, kept_T, ready_T, kept_dO, ready_dO,
     kept_factors, ready_factors, begun, done, free, written, leaving0, leaving1, numbers, start, dstart, dv, token, at,
-    count, rows, ends, column_o,
+    count, rows, known, ends, first, column_o,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OTHERS: gl.constexpr,
-    EARLY: gl.constexpr, OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, num_warps: gl.constexpr,
+    EARLY: gl.constexpr, OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, MAP: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Walk over the chunks. start, dstart: the positions of dS of these columns after and before them."""
     H: gl.constexpr = K // 64
@@ -197,10 +200,19 @@ def _walk(
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     i = gl.arange(0, BV, gl.SliceLayout(1, acc))[:, None]
     j = gl.arange(0, 64, gl.SliceLayout(0, acc))[None, :]
-    dS0 = fresh(start + i + j * V, True)  # (with `made`, there was no wait for the previous launch)
-    dS1 = dS0
-    if H == 2:
-        dS1 = fresh(start + i + (j + 64) * V, True)
+    if (
+        MAP
+    ):  # the first segment starts with the outer dS, others with an empty one or, after its V columns, the identity
+        given = known & (i < BV)
+        dS0 = gl.where(i + (first - V) == j, 1.0, gl.load(start + i + j * V, mask=given, other=0.0))
+        dS1 = dS0
+        if H == 2:
+            dS1 = gl.where(i + (first - V) == j + 64, 1.0, gl.load(start + i + (j + 64) * V, mask=given, other=0.0))
+    else:
+        dS0 = fresh(start + i + j * V, True)  # (with `made`, there was no wait for the previous launch)
+        dS1 = dS0
+        if H == 2:
+            dS1 = fresh(start + i + (j + 64) * V, True)
     none = gl.zeros([BV, 64], gl.float32, acc)
     held0 = gl.convert_layout(dS0.to(dtype), left)
     held1 = gl.convert_layout(dS1.to(dtype), left)
@@ -232,7 +244,7 @@ def _walk(
     else:
         PO, KS = warpgroup_mma_wait(0, deps=(PO, KS))
     read = _read(dO, kept_factors, 0, acc, left, CHANNEL)
-    if OUTS == 1:
+    if OUTS == 1 and not MAP:
         _leave(leaving0, leaving1, 0, held0, held1, acc, H)
         fence_async_shared()
     barrier()
@@ -254,10 +266,11 @@ def _walk(
         early = (n + 1) % EARLY
         early_turn = ((n + 1) // EARLY) & 1
         more = n + 1 < count
-        if (n == 1) & partial:
-            at_dv = dv + (token + 64).to(gl.int64) * (HV * V) + column_o
-            store_rows(written.index((n - 1) % OUTS), at_dv, HV * V, rows)
-            barrier()
+        if not MAP:  # noqa: SIM102  (Triton 3.6 fails on a condition of both)
+            if (n == 1) & partial:
+                at_dv = dv + (token + 64).to(gl.int64) * (HV * V) + column_o
+                store_rows(written.index((n - 1) % OUTS), at_dv, HV * V, rows)
+                barrier()
         at_last -= HV * FACTORS * 64
         last = _load_last(at_last, more, CHANNEL)
         # No product is in flight. Registers hold e^{G_c} dS, dS in 16 bits, Kw dS, P^T dO (CHANNEL: their sum); `read`.
@@ -273,7 +286,7 @@ def _walk(
             )
         if H == 2:
             dS1 = warpgroup_mma(read, half(kept_q, stage, 64), dS1, is_async=True)
-        if OUTS == 2:  # with one buffer, dS has already been stored
+        if OUTS == 2 and not MAP:  # with one buffer, dS has already been stored
             mbarrier.wait(free.index(out_stage), (n // OUTS - 1) & 1, pred=n >= OUTS)
             _leave(leaving0, leaving1, out_stage, held0, held1, acc, H)
         mbarrier.wait(ready_dO.index(early), early_turn, pred=more)
@@ -310,7 +323,8 @@ def _walk(
             if CORRECTS:
                 mbarrier.wait(ready_T.index(upcoming), turn, pred=more)
             mbarrier.wait(free.index(0), n & 1)
-        written.index(out_stage).permute([1, 0]).store(dV)
+        if not MAP:
+            written.index(out_stage).permute([1, 0]).store(dV)
         if H == 2:
             dS0, dS1, PO = warpgroup_mma_wait(2, deps=(dS0, dS1, PO))
         else:
@@ -356,12 +370,17 @@ def _walk(
         other = other_upcoming
         other_phase = other_turn
 
-    if (count == 1) & partial:
-        store_rows(written.index(0), dv + (token + 64).to(gl.int64) * (HV * V) + column_o, HV * V, rows)
-    if ends:
-        gl.store(dstart + i + j * V, dS0)
+    if MAP:
+        gl.store(dstart + i + j * (V + K), dS0)
         if H == 2:
-            gl.store(dstart + i + (j + 64) * V, dS1)
+            gl.store(dstart + i + (j + 64) * (V + K), dS1)
+    else:
+        if (count == 1) & partial:
+            store_rows(written.index(0), dv + (token + 64).to(gl.int64) * (HV * V) + column_o, HV * V, rows)
+        if ends:
+            gl.store(dstart + i + j * V, dS0)
+            if H == 2:
+                gl.store(dstart + i + (j + 64) * V, dS1)
 
 
 @gluon.jit(do_not_specialize=["t", "lasts", "segments"])
@@ -370,26 +389,32 @@ def backward_state(
     bounds, first_slots, first_cuts, cut_texts, t, lasts, segments, head_q, head_k,
     HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     OTHERS: gl.constexpr, EARLY: gl.constexpr, OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr,
-    PACKED: gl.constexpr, LINK: gl.constexpr, num_warps: gl.constexpr,
+    MAP: gl.constexpr, PACKED: gl.constexpr, LINK: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Compute backward_state of state.py. q ... dstates: descriptors; numbers: the factors; dv: the dvalues.
 
     factors are rows of 64: those of gates.py or, with CHANNEL, e^{G_c} in halves and beta. With CHANNEL, k, q, w are
-    Kr, Qr, Kw; without CORRECTS nothing reads with k, and k is Kw. made: as for forward_state.
+    Kr, Qr, Kw; without CORRECTS nothing reads with k, and k is Kw. MAP is as in state.py: into dstart, and neither
+    dvalues nor dstates is written. made: as for forward_state.
     """
     gl.static_assert(K == 128 or K == 64)
     H: gl.constexpr = K // 64
     ROWS: gl.constexpr = H + 1 if CHANNEL else FACTORS
     dtype: gl.constexpr = k.dtype
 
-    first = gl.program_id(0) % (V // BV) * BV
-    pair = gl.program_id(0) // (V // BV)  # an item of find_segment, and a head
+    CUT: gl.constexpr = MAP or inner is not None
+    BLOCKS: gl.constexpr = (V + K if MAP else V) // BV
+    first = gl.program_id(0) % BLOCKS * BV
+    pair = gl.program_id(0) // BLOCKS  # an item of find_segment, and a head
     head = pair % HV
-    CUT: gl.constexpr = inner is not None
     text, segment, segments, cut = find_segment(pair // HV, first_cuts, cut_texts, lasts, segments, CUT, PACKED)
-    if CUT and text < 0:
-        link(LINK)
-        return
+    if CUT:
+        needed = text >= 0
+        if MAP:
+            needed = needed & ((segment > 0) | (first < V))
+        if not needed:
+            link(LINK)
+            return
     start, length, slot = text_bounds(text, bounds, first_slots, t, PACKED)
     chunks = (length + 63) // 64
     end = (segments - segment) * chunks // segments
@@ -398,6 +423,8 @@ def backward_state(
     column_q = key_head * head_q
     column_k = key_head * head_k
     column_o = head * V + first
+    if MAP:  # (outside of dO, a copy writes zeros)
+        column_o = gl.where(first < V, column_o, HV * V)
     token = start + (end - 1) * 64  # first token of the current chunk
     at = (slot + end - 1) * HV + head
     rows = length - (end - 1) * 64  # in the last chunk; below them are another sequence's rows
@@ -432,10 +459,12 @@ def backward_state(
     early_sources = (doutput, P)
     early_kept = (kept_dO, kept_P)
     early_ready = (ready_dO, ready_P)
-    written = gl.allocate_shared_memory(dtype, [OUTS, 64, BV], dvalues.layout)
-    leaving0 = gl.allocate_shared_memory(dtype, [OUTS, BV, 64], dstates.layout)
+    written, leaving0 = kept_k, kept_k
+    if not MAP:
+        written = gl.allocate_shared_memory(dtype, [OUTS, 64, BV], dvalues.layout)
+        leaving0 = gl.allocate_shared_memory(dtype, [OUTS, BV, 64], dstates.layout)
     leaving1 = leaving0
-    if H == 2:
+    if H == 2 and not MAP:
         leaving1 = gl.allocate_shared_memory(dtype, [OUTS, BV, 64], dstates.layout)
     if CHANNEL:  # use e^{G_c} = 1 for a chunk that does not exist
         shape: gl.constexpr = factors.block_type.shape
@@ -453,14 +482,15 @@ def backward_state(
             (_walk, (
                 kept_q, ready_q, kept_k, ready_k, kept_w, ready_w, kept_P, ready_P, kept_T, ready_T, kept_dO, ready_dO,
                 kept_factors, ready_factors, begun, done, free, written, leaving0, leaving1, numbers, starts,
-                dstart + pair.to(gl.int64) * K * V + first, dv, token, at, count, rows, ends, column_o, HV, K, V, BV,
-                STAGES, OTHERS, EARLY, OUTS, CHANNEL, CORRECTS, num_warps,
+                dstart + pair.to(gl.int64) * K * (V + K if MAP else V) + first, dv, token, at, count, rows,
+                segment == 0, ends, first, column_o, HV, K, V, BV, STAGES, OTHERS, EARLY, OUTS, CHANNEL, CORRECTS, MAP,
+                num_warps,
             )),
             (_copy_tiles, (
                 sources, kept, ready, others, kept_others, ready_others, early_sources, early_kept, early_ready, begun,
                 done, free, made, dvalues, dstates, written, leaving0, leaving1, token, at, count,
                 (count > 0) & (rows < 64), column_q, column_k, column_o, first, HV, V, H, STAGES, OTHERS, EARLY, OUTS,
-                ROWS, CHANNEL, CORRECTS,
+                ROWS, CHANNEL, CORRECTS, MAP,
             )),
         ],
         [1],
