@@ -6,6 +6,8 @@ kernels (a row in a dtype) stay in one part.
 --quick runs one case of each test function, a different one for each function, so that all kinds of cases are covered.
 The mark `cover` keeps a function or a case out of it, the mark `slow` out of `make test`: tests/support/marks.py says
 how they are used.
+
+--pairs takes, of a function marked `slow(but=...)`, only those cases for a GPU that together contain every two values.
 """
 
 import gc
@@ -38,6 +40,7 @@ def pytest_runtest_setup(item):
 def pytest_addoption(parser):
     parser.addoption("--shard", default="1/1", help="which part of the tests to run, such as 3/8")
     parser.addoption("--quick", action="store_true", help="run one case of each function without the mark cover")
+    parser.addoption("--pairs", action="store_true", help="on a GPU, run the cases that contain every two values")
 
 
 def _group(item):
@@ -74,9 +77,10 @@ def _shard(items, which, count):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    choose_slow(items)
+    redundant = set(choose_slow(items, config.getoption("--pairs")))
     yield  # here -m deselects
-    own = _quick(items) if config.getoption("--quick") else items
+    own = [item for item in items if item not in redundant]
+    own = _quick(own) if config.getoption("--quick") else own
     which, count = map(int, config.getoption("--shard").split("/"))
     if count > 1:
         own = _shard(own, which, count)

@@ -1,11 +1,13 @@
 """Run the tests that need a GPU, in several processes, and say what failed and what was not reached.
 
-    python tests/gpu.py --processes 12 --minutes 15 [--log FOLDER] [arguments of pytest]
+    python tests/gpu.py --processes 12 --minutes 15 [--every] [--log FOLDER] [--seconds FILE] [arguments of pytest]
 
+Of a function marked `slow(but=...)`, the cases run in which every two values of its parameters occur; --every runs all.
 Every process collects all tests. It claims one group of them after another, those that compile the same kernels (see
-conftest.py), so that none waits while others have work. A process ends after an error of CUDA's, after which nothing
-works in it, and another takes its place. Tests that were skipped because the processes together left too little of the
-GPU's memory run again at the end, alone.
+conftest.py), so that none waits while others have work. Groups that take long come first: --seconds writes the mean
+seconds of each function to a file, and tests/gpu_seconds.json, where it exists, has those of an earlier run. A process
+ends after an error of CUDA's, after which nothing works in it, and another takes its place. Tests that were skipped
+because the processes together left too little of the GPU's memory run again at the end, alone.
 """
 
 import argparse
@@ -24,6 +26,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST = 24  # tests of one group
+FEW = 8  # tests of one group of a function whose cases may compile kernels of their own
+SECONDS = ROOT / "tests" / "gpu_seconds.json"
 TOGETHER = " on_gpu"  # a group whose ranks start once, for all its tests
 NO_MEMORY = "of free GPU memory"  # why a test is skipped that needs most of the GPU
 
@@ -54,15 +58,9 @@ class Claims:
     def pytest_runtestloop(self, session: Any) -> bool:
         if session.config.option.collectonly:
             return True
-        groups: dict[tuple[str, int], list[Any]] = {}
-        seen: Counter[str] = Counter()
-        for item in session.items:
-            name = group_of(item)
-            part = 0 if name.endswith(TOGETHER) else seen[name] // MOST
-            groups.setdefault((name, part), []).append(item)
-            seen[name] += 1
         self.note(collected=[item.nodeid for item in session.items])
-        for n, items in enumerate(sorted(groups.values(), key=len, reverse=True)):
+        seconds = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+        for n, items in enumerate(arrange([(item, *group_of(item)) for item in session.items], seconds)):
             if self.broken or session.shouldfail or session.shouldstop or not self.claim(n):
                 continue
             for item, after in zip(items, [*items[1:], None], strict=True):
@@ -80,10 +78,35 @@ class Claims:
             self.note(**line, why=text[-6000:])
 
 
-def group_of(item: Any) -> str:
-    """Return the name of the group of a test, as conftest.py has it."""
+def group_of(item: Any) -> tuple[str, int]:
+    """Return the name of the group of a test, as conftest.py has it, and how many tests such a group has at most.
+
+    Cases of one function that conftest.py leaves alone stand together, too: those next to each other often compile the
+    same kernels, and processes that begin with them at the same time would all compile them.
+    """
     conftest = next(p for p in item.config.pluginmanager.get_plugins() if hasattr(p, "_group"))
-    return f"{item.path.name} {conftest._group(item)}"
+    name = conftest._group(item)
+    if name == item.nodeid and hasattr(item, "callspec"):
+        return function_of(item.nodeid), FEW
+    return f"{item.path.name} {name}", MOST
+
+
+def function_of(nodeid: str) -> str:
+    return nodeid.split("[")[0]
+
+
+def arrange(tests: list[tuple[Any, str, int]], seconds: dict[str, float]) -> list[list[Any]]:
+    """Return the tests in groups, the longest first; `seconds` has the mean of some functions."""
+    groups: dict[tuple[str, int], list[Any]] = {}
+    seen: Counter[str] = Counter()
+    for item, name, most in tests:
+        part = 0 if name.endswith(TOGETHER) else seen[name] // most
+        groups.setdefault((name, part), []).append(item)
+        seen[name] += 1
+    usual = sum(seconds.values()) / len(seconds) if seconds else 1.0
+    return sorted(
+        groups.values(), key=lambda items: sum(seconds.get(function_of(x.nodeid), usual) for x in items), reverse=True
+    )
 
 
 def start(folder: Path, number: int, arguments: list[str]) -> subprocess.Popen[bytes]:
@@ -137,8 +160,8 @@ def without_memory(folder: Path) -> list[str]:
     return [x["ended"] for x in notes if x.get("outcome") == "skipped" and NO_MEMORY in x["why"]]
 
 
-def report(folder: Path, seconds: float) -> int:
-    """Print how all tests ended; return the exit code."""
+def report(folder: Path, seconds: float, means: Path | None = None) -> int:
+    """Print how all tests ended, and write the mean seconds of each function; return the exit code."""
     collected: dict[str, None] = {}
     ended: dict[str, dict[str, Any]] = {}
     began: set[str] = set()
@@ -164,6 +187,12 @@ def report(folder: Path, seconds: float) -> int:
             print(f"skipped: {x['ended']}: {x['why'][-120:]}")
     for x in sorted(ended.values(), key=lambda x: -x["seconds"])[:12]:
         print(f"{x['seconds']:6.1f} s  {x['ended']}")
+    if means is not None:
+        taken: dict[str, list[float]] = {}
+        for name, x in sorted(ended.items()):
+            taken.setdefault(function_of(name), []).append(x["seconds"])
+        rounded = {name: round(sum(x) / len(x), 1) for name, x in taken.items()}
+        means.write_text(json.dumps(rounded, indent=0) + "\n")
     counts = Counter(x["outcome"] for x in ended.values())
     print(
         f"{len(collected)} tests: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped, "
@@ -177,6 +206,8 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=max(1, min(16, (os.cpu_count() or 1) - 2)))
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--log", type=Path, help="a folder for the logs of the processes")
+    parser.add_argument("--every", action="store_true", help="run every case, not only those with every two values")
+    parser.add_argument("--seconds", type=Path, help="where the mean seconds of each function go")
     parser.add_argument("--claims", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
     own, arguments = parser.parse_known_args()
@@ -188,12 +219,14 @@ def main() -> int:
         folder = Path(temporary) if own.log is None else own.log / f"run-{os.getpid()}"
         folder.mkdir(parents=True, exist_ok=True)
         deadline = begun + 60 * own.minutes
+        if not own.every and not any("[" in x for x in arguments):  # a case that is named runs in any event
+            arguments = ["--pairs", *arguments]
         run(folder, own.processes, deadline, arguments)
         alone = without_memory(folder)
         if alone:
             (folder / "alone").mkdir()
             run(folder / "alone", 1, deadline, alone)
-        return report(folder, time.monotonic() - begun)
+        return report(folder, time.monotonic() - begun, own.seconds)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from typing import Any
 
 FORWARD, TRAIN, STEP = "forward", "forward+backward", "decode"
 SINGLE, NARROW, BY_CHANCE = "float32", "bfloat16", "bfloat16, stochastic"  # states of a decoding step
+TRAINED, UNIFORM = "trained", "uniform"  # log decays: mostly weak, as in trained layers; uniform between -5 and 0
 HEAD_DIM = 128  # k = v
 COUNTED_CHUNK = 64  # the chunk length of the operation count
 
@@ -31,6 +32,10 @@ class Case:
     """The tokens of sequences that are packed into one row (b = 1, t = their sum); empty if b rows have t tokens."""
     state: str = SINGLE
     """The dtype of the state of a decoding step, and how it is rounded if not to the nearest."""
+    resumed: bool = False
+    """Whether a forward begins with a state that is not zero."""
+    decay: str = TRAINED
+    """How log decays are drawn: TRAINED or UNIFORM."""
 
     @property
     def name(self) -> str:
@@ -145,6 +150,11 @@ def is_prefill(case: Case) -> bool:
     return case.group in (PREFILL, VARIANTS)
 
 
+def is_given_kda(case: Case) -> bool:
+    """Whether this is a forward or a training step of Kimi Delta Attention whose decay and beta are given."""
+    return case.rule == "kda" and case.what != STEP and not case.raw
+
+
 # fla hands calls to other packages if it finds them. This is off here, as they are contestants themselves; TileLang
 # stays on where fla wants it, because fla refuses the gated backward of Triton 3.4 to 3.7 on Hopper.
 FLA_ALONE = {"FLA_FLASH_QLA": "0", "FLA_FLASH_KDA": "0"}
@@ -159,6 +169,14 @@ CONTESTANTS = {
     ),
     # What GPUs other than Hopper's run (lineate/kernels/portable), on this one.
     "portable": Contestant("lineate, plain Triton", "lineate", lambda case: case.group == PREFILL),
+    # The frontend's own kernels, which are compiled by NVRTC and need CUDA's headers (CUDA_HOME).
+    "cudnn": Contestant("cuDNN", "cudnn", lambda case: is_given_kda(case) and case.h == case.hv),
+    "attn-gym": Contestant(
+        "attention-gym",
+        "attn_gym",
+        lambda case: (case.rule == "gdn" and case.what != STEP and not is_prefill(case)) or is_given_kda(case),
+        also=DSL,
+    ),
     # Its steps return a new state, in float32.
     "fla": Contestant("fla", "fla", lambda case: not is_prefill(case) and case.state == SINGLE, FLA_ALONE),
     # The same kernels, which may do more with the bounded gate lower_bound * sigmoid(exp(A_log) (gate + dt_bias)).
@@ -194,7 +212,8 @@ def least_bytes(case: Case) -> float:
         token += (qk + 2 * value + gates) + (qk + value + gates)  # reads with do; writes all gradients
     number = 4 if case.state == SINGLE else 2
     state = number * HEAD_DIM * HEAD_DIM * (len(case.lengths) or case.b) * case.hv
-    return token * case.b * case.t * case.hv + (2 * state if case.what == STEP else state)
+    states = 1 + (case.what == STEP) + case.resumed * (1 + (case.what == TRAIN))  # the backward reads the first again
+    return token * case.b * case.t * case.hv + states * state
 
 
 def operations(case: Case) -> float:

@@ -31,10 +31,7 @@ KERNELS = "flashinfer.gdn_kernels.delta_rule_dsl"
 def load(peers: str) -> None:
     """Make the kernels importable from the peers' folder, or from an installed FlashInfer if that is empty."""
     if peers:
-        sys.path[:0] = [peers, str(Path(peers) / "nvidia_cutlass_dsl" / "dsl_packages")]
-        if importlib.util.find_spec("cuda") is None or not _has_bindings():
-            sys.path.append(str(Path(peers) / "fallback"))
-            importlib.invalidate_caches()
+        add_to_path(peers)
     # The packages' own __init__ would import kernels of all architectures.
     folders = _folders("flashinfer")
     for name in ("", ".gdn_kernels", ".gdn_kernels.delta_rule_dsl"):
@@ -44,8 +41,12 @@ def load(peers: str) -> None:
     sys.modules["flashinfer.utils"] = _utils()
 
 
-def _has_bindings() -> bool:
-    return importlib.util.find_spec("cuda.bindings") is not None
+def add_to_path(peers: str) -> None:
+    """Put the peers' folder on the path, and its subfolder `fallback` where cuda-bindings is missing."""
+    sys.path[:0] = [peers, str(Path(peers) / "nvidia_cutlass_dsl" / "dsl_packages")]
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        sys.path.append(str(Path(peers) / "fallback"))
+        importlib.invalidate_caches()
 
 
 def _folders(package: str) -> list[str]:

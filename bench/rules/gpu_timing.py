@@ -4,7 +4,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -80,6 +80,14 @@ def host_seconds(calls: Sequence[Call], seconds: float) -> list[float]:
 
 def graph_replays(calls: Sequence[Call], expected_ms: float, seconds: float) -> list[float]:
     """Return the milliseconds per call inside a graph of several calls, whose replays cost the host next to nothing."""
+    graph, count = capture(calls, expected_ms)
+    samples = between_events([graph.replay], seconds)
+    graph.reset()
+    return [sample / count for sample in samples]
+
+
+def capture(calls: Sequence[Call], expected_ms: float) -> tuple[torch.cuda.CUDAGraph, int]:
+    """Return a graph of a few milliseconds that has every call equally often, and how many calls it has."""
     rounds = max(1, math.ceil(min(AT_MOST, 2 / expected_ms) / len(calls)))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -92,9 +100,38 @@ def graph_replays(calls: Sequence[Call], expected_ms: float, seconds: float) -> 
         for _ in range(rounds):
             for call in calls:
                 call()
-    samples = between_events([graph.replay], seconds)
-    graph.reset()
-    return [sample / (rounds * len(calls)) for sample in samples]
+    return graph, rounds * len(calls)
+
+
+def in_turns(sides: Mapping[str, Sequence[Call]], seconds: float, rounds: int) -> dict[str, list[float]]:
+    """Return the milliseconds per call of each side, measured A B A B ... so that the clocks are the same for all.
+
+    A turn takes about `seconds / rounds`, but at least 4 calls. The first call of a turn is not counted, because the
+    device waits for the host to issue it.
+    """
+    counts, samples = {}, {}
+    for name, calls in sides.items():
+        for i in range(WARM_UP):
+            calls[i % len(calls)]()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for i in range(WARM_UP):
+            calls[i % len(calls)]()
+        torch.cuda.synchronize()
+        once = (time.perf_counter() - start) / WARM_UP
+        counts[name], samples[name] = min(500, max(5, math.ceil(seconds / rounds / once))), []
+    for _ in range(rounds):
+        for name, calls in sides.items():
+            samples[name] += back_to_back(calls, counts[name])[1:]
+    return samples
+
+
+def copy_rate() -> float:
+    """Return the bytes per second that a large copy reads and writes."""
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+    copy = statistics.median(between_events([lambda: target.copy_(source)], 0.1))
+    return 2 * source.nbytes / (1e-3 * copy)
 
 
 def ceilings() -> dict[str, float]:
@@ -102,14 +139,11 @@ def ceilings() -> dict[str, float]:
 
     Both are measured on large tensors; a copy's bytes are those read and written.
     """
-    source = torch.randn(2**29, device="cuda")
-    target = torch.empty_like(source)
-    copy = statistics.median(between_events([lambda: target.copy_(source)], 0.1))
     size = 8192
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product = statistics.median(between_events([lambda: torch.mm(a, b)], 0.1))
     return {
-        "copy_bytes_per_second": 2 * source.nbytes / (1e-3 * copy),
+        "copy_bytes_per_second": copy_rate(),
         "matrix_flop_per_second": 2 * size**3 / (1e-3 * product),
     }
 

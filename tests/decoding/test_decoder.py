@@ -372,6 +372,7 @@ def relative(got: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.gpu
+@pytest.mark.slow(but="pairs")
 @cases
 @prompts
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

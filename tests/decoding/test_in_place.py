@@ -89,6 +89,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize(("rows", "dtype", "graph"), RUNS)
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()

@@ -344,6 +344,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("path", [param(path) for path in GPU])
 @pytest.mark.parametrize("rows", [1, 2, 17, 64, 65, 300, 400, 520, 1500])
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])

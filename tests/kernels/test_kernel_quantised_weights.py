@@ -65,6 +65,7 @@ def test_product(path, form, n, k, rows):
     assert_near(quantised_products.multiply(x, codes), x.double() @ values.T, path)
 
 
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("path", [param(path) for path in GPU[1:]])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("n", "k"), ON_GPU)

@@ -25,6 +25,7 @@ from tests.support.rule_kernels import CHANNEL_ROWS, CHUNK, LEAN, check, run, si
 
 
 @pytest.mark.gpu
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("normalize", [False, True], ids=["", "normalize"])
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("gates", [torch.bfloat16, torch.float32], ids=["bf16 gates", "fp32 gates"])

@@ -104,6 +104,7 @@ def test_layers_read_long_pieces_in_blocks(small, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(
     "heads, kv, size, value", [(4, 4, 192, 128), (8, 1, 256, 256), (4, 2, 128, 128), (2, 2, 64, 40)]

@@ -49,6 +49,7 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("rows", [1, 3, 20, 70])
 @pytest.mark.parametrize("form", ["bfloat16", "int8", "int4", "fp8"])
 @pytest.mark.parametrize("case", CASES)

@@ -472,6 +472,7 @@ def test_errors_name_the_argument():
 
 
 @pytest.mark.gpu
+@pytest.mark.slow(but="pairs")
 @pytest.mark.parametrize("keep", ("auto", "states"))
 @pytest.mark.parametrize("pattern", [*letters(), "GGGA", "LRDGKSTPNCEAM"])
 @prompts

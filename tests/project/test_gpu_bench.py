@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lineate
-from bench.rules import gpu, gpu_peers, gpu_tables
+from bench.rules import gpu, gpu_inputs, gpu_peers, gpu_tables
 from bench.rules.gpu_cases import (
     BATCHES,
     BY_CHANCE,
@@ -129,11 +129,10 @@ def test_the_table_of_variants_sets_packed_beside_batch():
 
 @pytest.mark.parametrize("raw", [False, True], ids=["gates", "raw"])
 @pytest.mark.parametrize("lengths", [(), (40, 70)], ids=["batch", "packed"])
-def test_errors_are_those_of_the_last_sequence_and_key_head(raw, lengths, monkeypatch):
-    monkeypatch.setattr(gpu_peers, "DEVICE", "cpu")
+def test_errors_are_those_of_the_last_sequence_and_key_head(raw, lengths):
     b, t = (1, sum(lengths)) if lengths else (2, 70)
     case = Case(PREFILL, "gdn", "forward", b, t, 2, 4, raw=raw, lengths=lengths)
-    x = gpu_peers.make_inputs(case, 0).map(lambda _, y: y.float() if y.is_floating_point() else y)
+    x = gpu_inputs.make_inputs(case, 0, "cpu").map(lambda _, y: y.float() if y.is_floating_point() else y)
     if raw:
         got = lineate.fused_delta_rule(
             x.q, x.k, x.v, x.gate, x.write, x.A_log, x.dt_bias, cu_seqlens=x.cu_seqlens, backend="torch"
@@ -161,11 +160,10 @@ def test_the_floor_of_a_step_reads_and_writes_the_state_once():
 
 
 @pytest.mark.parametrize("state", [SINGLE, NARROW, BY_CHANCE])
-def test_errors_of_a_step(state, monkeypatch):
+def test_errors_of_a_step(state):
     """The reference starts from the same state, in float32; rounding is smaller than what counts as wrong."""
-    monkeypatch.setattr(gpu_peers, "DEVICE", "cpu")
     case = Case("decode", "kda", STEP, 2, 4, 1, 2, state=state)
-    x = gpu_peers.make_inputs(case, 0)
+    x = gpu_inputs.make_inputs(case, 0, "cpu")
     assert x.state.dtype == (torch.float32 if state == SINGLE else torch.bfloat16)
     x = x.map(lambda name, y: y if name == "state" else y.float())
     before = replace(x, state=x.state.clone())

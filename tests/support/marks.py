@@ -7,7 +7,8 @@
 `@pytest.mark.slow` and `@pytest.mark.cover` stand on a function or on a case (`pytest.param(..., marks=...)`).
 `slow_but` and `cover_but` mark the cases of one parameter. `@pytest.mark.slow(but="values")` makes all cases of a
 function slow but a few in which every value of every parameter occurs; with `but="pairs"`, every two values of
-different parameters. A new value is included at once.
+different parameters. A new value is included at once. `make test-gpu` runs, of such functions, the cases in which every
+two values occur (`--pairs`).
 """
 
 import itertools
@@ -39,21 +40,24 @@ def _marked(values: Iterable[Any], plain: Collection[Any], mark: pytest.MarkDeco
     return [x if x in plain else pytest.param(x, marks=mark) for x in values]
 
 
-def choose_slow(items: Iterable[pytest.Item]) -> None:
+def choose_slow(items: Iterable[pytest.Item], pairs: bool = False) -> list[pytest.Item]:
     """Take the mark `slow(but=...)` from the cases that the fast suite runs, and from those for a GPU.
 
     A value with fields (a dataclass, a named tuple) counts field by field. If some cases have the mark `cover`, one of
-    the others stays.
+    the others stays. With `pairs`, only those cases for a GPU that together contain every two values lose the mark; the
+    others are returned.
     """
-    functions: dict[str, dict[pytest.Item, set[tuple[Value, ...]]]] = defaultdict(dict)
+    functions: dict[tuple[str, bool], dict[pytest.Item, set[tuple[Value, ...]]]] = defaultdict(dict)
     for item in items:
         marks = [mark for mark in item.iter_markers("slow") if mark.kwargs]
         if not marks:
             continue
-        if item.get_closest_marker("gpu"):
+        gpu, name = item.get_closest_marker("gpu") is not None, item.nodeid.split("[")[0]
+        if gpu and not pairs:
             _make_fast(item)
-        elif all(mark.kwargs for mark in item.iter_markers("slow")):
-            functions[item.nodeid.split("[")[0]][item] = _meetings(item, TOGETHER[marks[0].kwargs["but"]])
+        elif gpu or all(mark.kwargs for mark in item.iter_markers("slow")):
+            together = TOGETHER["pairs" if gpu else marks[0].kwargs["but"]]
+            functions[name, gpu][item] = _meetings(item, together)
     for cases in functions.values():
         missing = set().union(*cases.values())
         used: Counter[tuple[Value, ...]] = Counter()
@@ -66,6 +70,7 @@ def choose_slow(items: Iterable[pytest.Item]) -> None:
             missing -= found
             used.update(found)
             _make_fast(item)
+    return [item for (_, gpu), cases in functions.items() if gpu for item in cases]
 
 
 def _make_fast(item: pytest.Item) -> None:
