@@ -25,7 +25,8 @@ from lineate.training import checkpoint
 from lineate.training.compiling import weigh
 from lineate.training.config import CONFIG_FILE
 from lineate.training.diagnosis import diagnose
-from lineate.training.learner import Learner
+from lineate.training.graphed import GraphedStep, MicroBatches
+from lineate.training.learner import Learner, count_targets
 from lineate.training.optim import can_be_called_off
 from lineate.training.report import RunReporter, plot_loss
 from lineate.training.stopping import Interrupted, Signals
@@ -47,6 +48,9 @@ class Trainer(Learner):
     GPU never waits for the CPU. A queued update changes nothing if the loss or the norm is not finite, and a bad step
     stops the run or is skipped, as without runs_ahead. The CPU always waits for the first step, which creates the
     optimiser's state, and for all steps with an optimiser whose updates cannot be skipped on the device.
+
+    With whole_steps, the CPU queues the update as well before it reads the loss of the previous step. After a bad step
+    no update changes anything until its loss is read; the step queued after it is then computed a second time.
     """
 
     report: RunReporter
@@ -70,8 +74,14 @@ class Trainer(Learner):
     """How many steps in a row, up to this one, were bad."""
     runs_ahead: bool = False
     """Whether train_step leaves reading its loss to the next one, or to settle."""
+    whole_steps: bool = False
+    """Whether a step, its update included, is queued at once, by a GraphedStep; config.graph says how."""
+    no_graph: str | None = None
+    """Why steps cannot be CUDA graphs, as far as known before the first one."""
     signals: Signals = field(default_factory=Signals)
     _unseen: Unseen | None = None
+    _whole: GraphedStep | None = None
+    """Made by the first step, if whole_steps."""
     _since: float = 0.0
     """When the loss of the last step was read, or the first step after a pause began."""
 
@@ -96,6 +106,8 @@ class Trainer(Learner):
         )
         if config.compile:
             self.report.say(weigh(self))
+        if config.graph == "auto" and self.no_graph is not None and self.world.device.type == "cuda":
+            self.report.say(f"no CUDA graph: {self.no_graph}")
 
     @cpu_by_default
     def run(self) -> None:
@@ -147,6 +159,20 @@ class Trainer(Learner):
         if self._unseen is None:
             self._since = time.monotonic()
         lr = self.config.learning_rate(self.step)
+        if self.whole_steps:
+            numbers, tokens = self._whole_step(lr)
+            if not self.settle():
+                numbers, tokens = self._whole_step(lr)  # again: the bad step had halted this one
+            ahead = self.runs_ahead
+        else:
+            numbers, tokens, ahead = self._step_in_parts(lr)
+        self._unseen = Unseen(self.step, lr, tokens, numbers)
+        self.step += 1
+        if not ahead:
+            self.settle()
+
+    def _step_in_parts(self, lr: float) -> tuple[Tensor, int, bool]:
+        """Queue the gradients, settle the previous step, then update; return also whether that waited for nothing."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         numbers, tokens = self._loss_and_norm()
@@ -159,10 +185,41 @@ class Trainer(Learner):
             self.optimizer.found_inf = None  # type: ignore[attr-defined]
         elif bool(numbers.isfinite().all()):
             self.optimizer.step()
-        self._unseen = Unseen(self.step, lr, tokens, numbers)
-        self.step += 1
-        if not ahead:
-            self.settle()
+        return numbers, tokens, ahead
+
+    def _whole_step(self, lr: float) -> tuple[Tensor, int]:
+        """Queue a whole step, unless a signal came before; return its loss and norm, and its tokens."""
+        with self.signals.stoppable():  # until the update is queued, from where on the step counts
+            pieces = self.next_pieces()
+            count = max(1, int(count_targets(pieces)))
+            batches = [(piece.ids, piece.targets, piece.cu_seqlens, float(count)) for piece in pieces]
+            if self._whole is None:
+                self._whole = self._make_whole(batches)
+            missed = not self._whole.fits(batches)
+            if missed:  # with lengths that nothing needs to read from the GPU
+                moved = [piece.to(self.world.device) for piece in pieces]
+                batches = [(piece.ids, piece.targets, piece.cu_seqlens, float(count)) for piece in moved]
+        taken = self._whole(batches, lr)
+        if missed and self._whole.missed == 1:
+            most = max(len(piece.cu_seqlens) - 1 for piece in pieces)
+            self.report.say(
+                f"step {self.step + 1} runs without the CUDA graph: a micro-batch has {most} sequences, the graph is "
+                f"for {self.sequences}; other such steps are not named"
+            )
+        self.fetch_ahead()
+        return taken.numbers, count
+
+    def _make_whole(self, batches: MicroBatches) -> GraphedStep:
+        """Return the object that makes the steps of this run, and print how it makes them."""
+        graph, clip = self.config.graph, self.config.clip or None
+        made = GraphedStep(
+            self.model, self.optimizer, self.share_of_loss, batches, clip=clip, halts=True, graph=graph != "off"
+        )
+        if graph == "on" and made.why is not None:
+            raise TrainingStopped(f"graph = on is not possible: {made.why}; use --graph auto")
+        if graph != "off":
+            self.report.say("each step is one CUDA graph" if made.why is None else f"no CUDA graph: {made.why}")
+        return made
 
     def settle(self) -> bool:
         """Read the loss of the last step, unless that is done, and report it.
@@ -180,6 +237,8 @@ class Trainer(Learner):
             after, self.step = self.step, unseen.step
             self._bad_step(seen.bad)
             self.step = after
+            if self._whole is not None:
+                self._whole.resume()
         self._report_step(unseen, seen)
         return seen.bad is None
 
