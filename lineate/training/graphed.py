@@ -54,6 +54,95 @@ class Taken:
         return self.numbers[1]
 
 
+class WholeStep:
+    """Steps of an optimiser, launch by launch; their updates are called off by a number on the device.
+
+    Args:
+        model: As for GraphedStep, like all others.
+        optimizer: Its optimiser.
+        loss: Returns the loss of one micro-batch.
+        clip: The largest norm of all gradients together; None: no clipping.
+        halts: Whether all steps after one that is not finite change nothing either.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[..., Tensor],
+        clip: float | None,
+        halts: bool,
+    ) -> None:
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip must be above 0, got {clip}; None leaves the gradients unchanged")
+        self.params = [x for x in model.parameters() if x.requires_grad]
+        if not self.params:
+            raise ValueError("model must have parameters that need gradients, got none")
+        self.model, self.optimizer, self.loss = model, optimizer, loss
+        self.clip, self.halts = math.inf if clip is None else float(clip), halts
+        self.device = self.params[0].device
+        self.halted = torch.zeros((), dtype=torch.bool, device=self.device)
+        """Whether updates are called off, whatever the numbers."""
+        self.skips_on_device = can_be_called_off(optimizer)
+        if self.skips_on_device:
+            for group in optimizer.param_groups:
+                group["lr"] = torch.full((), float(group["lr"]), dtype=torch.float32, device=self.device)
+
+    def set_rate(self, lr: float) -> None:
+        """Set the learning rate of all groups, without waiting for the device."""
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def moved(self, items: Sequence[Item]) -> list[Tensor | None]:
+        """Return the arguments of the loss on the device."""
+
+        def moved(x: Item) -> Tensor | None:
+            if x is None or isinstance(x, Tensor):
+                return x if x is None else x.to(self.device, non_blocking=x.is_pinned())
+            return torch.full((), x, dtype=torch.float32, device=self.device)
+
+        return [moved(x) for x in items]
+
+    def run(self, batches: Sequence[Sequence[Tensor | None]]) -> Tensor:
+        """Make a step; return its loss and norm, float64."""
+        self.forget_gradients()  # so that a graph's gradients lie in its own memory, and are written anew
+        losses = []
+        for items in batches:
+            part = self.loss(*items)
+            if part.dim():
+                raise ValueError(f"loss must return a tensor without dimensions, got shape {tuple(part.shape)}")
+            part.backward()
+            losses.append(part.detach())
+            del part  # its nodes for gradients belong to this stream
+        norm = nn.utils.clip_grad_norm_(self.params, self.clip)
+        numbers = torch.stack([torch.stack(losses).sum().double(), norm.double()])
+        self._update(numbers)
+        return numbers
+
+    @torch.no_grad()
+    def _update(self, numbers: Tensor) -> None:
+        """Make the optimiser's step, unless the numbers are not finite or an earlier step has halted this one."""
+        off = ~numbers.isfinite().all() | self.halted
+        if self.skips_on_device:
+            self.optimizer.found_inf = off.float()  # type: ignore[attr-defined]
+            try:
+                self.optimizer.step()
+            finally:
+                self.optimizer.found_inf = None  # type: ignore[attr-defined]
+        elif not bool(off):
+            self.optimizer.step()
+        if self.halts:
+            self.halted.copy_(off)
+
+    def forget_gradients(self) -> None:
+        """Free the memory of all gradients."""
+        for x in self.params:
+            x.grad = None
+
+
 class GraphedStep:
     """Steps of an optimiser, each one replay of a CUDA graph that is captured when this object is made.
 
@@ -104,23 +193,11 @@ class GraphedStep:
     ) -> None:
         if not example:
             raise ValueError("example must have at least one micro-batch, got none")
-        if clip is not None and not clip > 0:
-            raise ValueError(f"clip must be above 0, got {clip}; None leaves the gradients unchanged")
-        self._params = [x for x in model.parameters() if x.requires_grad]
-        if not self._params:
-            raise ValueError("model must have parameters that need gradients, got none")
-        self.model, self.optimizer = model, optimizer
-        self._loss, self._clip, self._halts = loss, math.inf if clip is None else float(clip), halts
-        self.device = self._params[0].device
-        self._on_device = can_be_called_off(optimizer)
-        self._halted = torch.zeros((), dtype=torch.bool, device=self.device)
+        self.whole = WholeStep(model, optimizer, loss, clip, halts)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._numbers = torch.empty(0)
         self._static: list[list[Tensor | None]] = []
         self._gradients: list[Tensor | None] = []
-        if self._on_device:
-            for group in optimizer.param_groups:
-                group["lr"] = torch.full((), float(group["lr"]), dtype=torch.float32, device=self.device)
         self.why = "graph=False" if not graph else obstacle(model, optimizer)
         if self.why is None:
             self.why = self._capture(example)
@@ -135,7 +212,7 @@ class GraphedStep:
             lr: The learning rate of all groups, rounded to float32; None: as it stands in the groups.
         """
         if lr is not None:
-            self._set_rate(lr)
+            self.whole.set_rate(lr)
         if self._graph is not None and self.fits(batches):
             for items, own in zip(batches, self._static, strict=True):
                 _fill(own, items)
@@ -144,7 +221,7 @@ class GraphedStep:
         if self._graph is not None:
             self.missed += 1
             logger.info("a step runs without its CUDA graph: its micro-batches have other shapes")
-        numbers = self._run([self._moved(items) for items in batches])
+        numbers = self.whole.run([self.whole.moved(items) for items in batches])
         self._show_gradients()
         return Taken(numbers)
 
@@ -157,123 +234,73 @@ class GraphedStep:
 
     def resume(self) -> None:
         """Let steps change the model again after one that was not finite, if it halts."""
-        self._halted.zero_()
+        self.whole.halted.zero_()
         self._show_gradients()
 
     def _show_gradients(self) -> None:
         """Let .grad be the graph's gradients, so that no others are kept."""
         if self._graph is not None:
-            for x, gradient in zip(self._params, self._gradients, strict=True):
+            for x, gradient in zip(self.whole.params, self._gradients, strict=True):
                 x.grad = gradient
-
-    def _set_rate(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
-
-    def _run(self, batches: Sequence[Sequence[Tensor | None]]) -> Tensor:
-        """Make a step launch by launch; return its loss and norm."""
-        for x in self._params:
-            x.grad = None  # a graph's gradients lie in its own memory, and are written anew
-        losses = []
-        for items in batches:
-            part = self._loss(*items)
-            if part.dim():
-                raise ValueError(f"loss must return a tensor without dimensions, got shape {tuple(part.shape)}")
-            part.backward()
-            losses.append(part.detach())
-            del part  # its nodes for gradients belong to this stream
-        norm = nn.utils.clip_grad_norm_(self._params, self._clip)
-        numbers = torch.stack([torch.stack(losses).sum().double(), norm.double()])
-        self._update(numbers)
-        return numbers
-
-    @torch.no_grad()
-    def _update(self, numbers: Tensor) -> None:
-        """Make the optimiser's step, unless the numbers are not finite or an earlier step has halted this one."""
-        off = ~numbers.isfinite().all() | self._halted
-        if self._on_device:
-            self.optimizer.found_inf = off.float()  # type: ignore[attr-defined]
-            try:
-                self.optimizer.step()
-            finally:
-                self.optimizer.found_inf = None  # type: ignore[attr-defined]
-        elif not bool(off):
-            self.optimizer.step()
-        if self._halts:
-            self._halted.copy_(off)
-
-    def _moved(self, items: Sequence[Item]) -> list[Tensor | None]:
-        """Return the arguments of the loss on the device."""
-
-        def moved(x: Item) -> Tensor | None:
-            if x is None or isinstance(x, Tensor):
-                return x if x is None else x.to(self.device, non_blocking=x.is_pinned())
-            return torch.full((), x, dtype=torch.float32, device=self.device)
-
-        return [moved(x) for x in items]
 
     def _capture(self, example: MicroBatches) -> str | None:
         """Capture the graph; return why there is none if CUDA refuses."""
-        index = torch.cuda.current_device() if self.device.index is None else self.device.index
-        static = [[None if x is None else x.clone() for x in self._moved(items)] for items in example]
+        whole, device = self.whole, self.whole.device
+        index = torch.cuda.current_device() if device.index is None else device.index
+        static = [[None if x is None else x.clone() for x in whole.moved(items)] for items in example]
         with CAPTURES, torch.cuda.device(index):
-            drawn = self._try_out(static, index)
-            self._forget_gradients()
+            drawn = _try_out(whole, static, index)
+            whole.forget_gradients()
             if drawn == "on the CPU":
                 return "the loss draws random numbers on the CPU, which a graph would repeat"
             try:
-                with captured(self.device, draws=drawn is not None) as graph, self._capturable():
-                    self._numbers = self._run(static)
+                with captured(device, draws=drawn is not None) as graph, _capturable(whole.optimizer):
+                    self._numbers = whole.run(static)
             except RuntimeError as error:  # of CUDA, or of torch where it sees the capture
-                self._forget_gradients()
+                whole.forget_gradients()
                 return _refusal(error)
         self._graph, self._static = graph, static
-        self._gradients = [x.grad for x in self._params]
+        self._gradients = [x.grad for x in whole.params]
         return None
 
-    def _try_out(self, static: list[list[Tensor | None]], index: int) -> str | None:
-        """Make steps that change nothing, on the stream of captures; return where they drew random numbers."""
-        stream, current = capture_stream(index), torch.cuda.current_stream()
-        buffers = [(x, x.detach().clone()) for x in self.model.buffers()]
-        states = torch.cuda.get_rng_state(index), torch.get_rng_state()
-        self._halted.fill_(True)
-        stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(stream):
-                for _ in range(TRIALS):
-                    self._run(static)
-        finally:
-            current.wait_stream(stream)
-            with torch.no_grad():
-                for x, before in buffers:
-                    x.copy_(before)
-            self._halted.zero_()
-            now = torch.cuda.get_rng_state(index), torch.get_rng_state()
-            torch.cuda.set_rng_state(states[0], index)
-            torch.set_rng_state(states[1])
-        if not torch.equal(now[1], states[1]):
-            return "on the CPU"
-        return None if torch.equal(now[0], states[0]) else "on the GPU"
 
-    def _forget_gradients(self) -> None:
-        for x in self._params:
-            x.grad = None
+def _try_out(whole: WholeStep, static: list[list[Tensor | None]], index: int) -> str | None:
+    """Make steps that change nothing, on the stream of captures; return where they drew random numbers."""
+    stream, current = capture_stream(index), torch.cuda.current_stream()
+    buffers = [(x, x.detach().clone()) for x in whole.model.buffers()]
+    states = torch.cuda.get_rng_state(index), torch.get_rng_state()
+    whole.halted.fill_(True)
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(TRIALS):
+                whole.run(static)
+    finally:
+        current.wait_stream(stream)
+        with torch.no_grad():
+            for x, before in buffers:
+                x.copy_(before)
+        whole.halted.zero_()
+        now = torch.cuda.get_rng_state(index), torch.get_rng_state()
+        torch.cuda.set_rng_state(states[0], index)
+        torch.set_rng_state(states[1])
+    if not torch.equal(now[1], states[1]):
+        return "on the CPU"
+    return None if torch.equal(now[0], states[0]) else "on the GPU"
 
-    @contextmanager
-    def _capturable(self) -> Iterator[None]:
-        """Tell torch's AdamW that its step is captured; outside of a capture it would warn."""
-        groups = [group for group in self.optimizer.param_groups if "capturable" in group]
-        before = [group["capturable"] for group in groups]
-        try:
-            for group in groups:
-                group["capturable"] = True
-            yield
-        finally:
-            for group, value in zip(groups, before, strict=True):
-                group["capturable"] = value
+
+@contextmanager
+def _capturable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Tell torch's AdamW that its step is captured; outside of a capture it would warn."""
+    groups = [group for group in optimizer.param_groups if "capturable" in group]
+    before = [group["capturable"] for group in groups]
+    try:
+        for group in groups:
+            group["capturable"] = True
+        yield
+    finally:
+        for group, value in zip(groups, before, strict=True):
+            group["capturable"] = value
 
 
 def obstacle(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
@@ -286,7 +313,7 @@ def obstacle(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
     params = [*model.parameters()]
     if any(isinstance(x, DTensor) for x in params):
         return "the weights are sharded over ranks, which exchange them in every step"
-    if (why := _obstacle_of_devices({str(x.device) for x in params})) is not None:
+    if (why := obstacle_of_devices({str(x.device) for x in params})) is not None:
         return why
     if not can_be_called_off(optimizer):
         kind = type(optimizer).__name__
@@ -297,7 +324,8 @@ def obstacle(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
     return next(filter(None, found), None)
 
 
-def _obstacle_of_devices(devices: set[str]) -> str | None:
+def obstacle_of_devices(devices: set[str]) -> str | None:
+    """Return why no graph can be captured with weights on these devices; None if it can."""
     one = len(devices) == 1 and all(x.startswith("cuda") for x in devices)
     return None if one else f"a graph needs all weights on one GPU, they are on {', '.join(sorted(devices))}"
 

@@ -79,9 +79,9 @@ class Trainer(Learner):
     no_graph: str | None = None
     """Why steps cannot be CUDA graphs, as far as known before the first one."""
     signals: Signals = field(default_factory=Signals)
+    graphed: GraphedStep | None = None
+    """Makes whole steps, from the first one on."""
     _unseen: Unseen | None = None
-    _whole: GraphedStep | None = None
-    """Made by the first step, if whole_steps."""
     _since: float = 0.0
     """When the loss of the last step was read, or the first step after a pause began."""
 
@@ -193,14 +193,14 @@ class Trainer(Learner):
             pieces = self.next_pieces()
             count = max(1, int(count_targets(pieces)))
             batches = [(piece.ids, piece.targets, piece.cu_seqlens, float(count)) for piece in pieces]
-            if self._whole is None:
-                self._whole = self._make_whole(batches)
-            missed = not self._whole.fits(batches)
+            if self.graphed is None:
+                self.graphed = self._make_graphed(batches)
+            missed = not self.graphed.fits(batches)
             if missed:  # with lengths that nothing needs to read from the GPU
                 moved = [piece.to(self.world.device) for piece in pieces]
                 batches = [(piece.ids, piece.targets, piece.cu_seqlens, float(count)) for piece in moved]
-        taken = self._whole(batches, lr)
-        if missed and self._whole.missed == 1:
+        taken = self.graphed(batches, lr)
+        if missed and self.graphed.missed == 1:
             most = max(len(piece.cu_seqlens) - 1 for piece in pieces)
             self.report.say(
                 f"step {self.step + 1} runs without the CUDA graph: a micro-batch has {most} sequences, the graph is "
@@ -209,7 +209,7 @@ class Trainer(Learner):
         self.fetch_ahead()
         return taken.numbers, count
 
-    def _make_whole(self, batches: MicroBatches) -> GraphedStep:
+    def _make_graphed(self, batches: MicroBatches) -> GraphedStep:
         """Return the object that makes the steps of this run, and print how it makes them."""
         graph, clip = self.config.graph, self.config.clip or None
         made = GraphedStep(
@@ -237,8 +237,8 @@ class Trainer(Learner):
             after, self.step = self.step, unseen.step
             self._bad_step(seen.bad)
             self.step = after
-            if self._whole is not None:
-                self._whole.resume()
+            if self.graphed is not None:
+                self.graphed.resume()
         self._report_step(unseen, seen)
         return seen.bad is None
 

@@ -30,8 +30,8 @@ class Unseen:
         step: Its number, from 0.
         lr: Its learning rate.
         tokens: How many tokens its loss is the mean of.
-        numbers: Its loss and the norm of its gradients, on any device. They are copied without waiting for it, since the
-            next step may overwrite them.
+        numbers: Its loss and the norm of its gradients, on any device, which the next step may overwrite. They are
+            copied without waiting for it.
     """
 
     def __init__(self, step: int, lr: float, tokens: int, numbers: Tensor) -> None:

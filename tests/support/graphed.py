@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from lineate.training import graphed
-from lineate.training.graphed import GraphedStep
+from lineate.training.graphed import WholeStep
 
 
 class FakeGraphs:
-    """What captures were asked for, and how many replays there were.
+    """Takes the place of CUDA: notes which captures were asked for, and how many replays there were.
 
     Args:
         patch: Where torch and the module are patched.
@@ -25,12 +25,12 @@ class FakeGraphs:
         self.replays, self.refuse = 0, refuse
         self.gpu = torch.Generator().manual_seed(3)
         """The generator of the GPU."""
-        run = GraphedStep._run
+        run = WholeStep.run
 
-        def note(step: GraphedStep, batches: Any) -> torch.Tensor:
+        def note(step: WholeStep, batches: Any) -> torch.Tensor:
             if not self.capturing:
                 return run(step, batches)
-            for x in step._params:  # a capture computes nothing, and gradients lie in the graph's memory
+            for x in step.params:  # a capture computes nothing, and gradients lie in the graph's memory
                 x.grad = torch.zeros_like(x)
             numbers = torch.zeros(2, dtype=torch.float64)
             self.made.replay = lambda: self._replay(lambda: numbers.copy_(run(step, batches)))
@@ -47,8 +47,8 @@ class FakeGraphs:
             patch.setattr(torch.cuda, name, part)
         patch.setattr(graphed, "capture_stream", lambda index: stream)
         patch.setattr(graphed, "captured", self._captured)
-        patch.setattr(graphed, "_obstacle_of_devices", lambda devices: None)
-        patch.setattr(GraphedStep, "_run", note)
+        patch.setattr(graphed, "obstacle_of_devices", lambda devices: None)
+        patch.setattr(WholeStep, "run", note)
 
     @contextmanager
     def _captured(self, device: torch.device, draws: bool) -> Iterator[Any]:

@@ -195,7 +195,10 @@ def test_other_shapes_run_without_the_graph(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_refused_capture_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     for error, message in (
-        (RuntimeError("CUDA error: not permitted\nmore"), r"cannot be captured \(CUDA error: not permitted\); the host"),
+        (
+            RuntimeError("CUDA error: not permitted\nmore"),
+            r"cannot be captured \(CUDA error: not permitted\); the host",
+        ),
         (torch.OutOfMemoryError("no"), "no memory for the graph"),
     ):
         with pytest.MonkeyPatch.context() as patch:
@@ -297,11 +300,11 @@ def test_an_optimiser_that_cannot_leave_an_update_out(made: Any) -> None:
 
 def test_wrong_arguments() -> None:
     net, optimizer, loss = make()
-    with pytest.raises(ValueError, match="^example must have at least one micro-batch"):
+    with pytest.raises(ValueError, match=r"^example must have at least one micro-batch"):
         GraphedStep(net, optimizer, loss, [])
-    with pytest.raises(ValueError, match="^clip must be above 0, got -1"):
+    with pytest.raises(ValueError, match=r"^clip must be above 0, got -1"):
         GraphedStep(net, optimizer, loss, batches(0), clip=-1)
-    with pytest.raises(ValueError, match="^model must have parameters"):
+    with pytest.raises(ValueError, match=r"^model must have parameters"):
         GraphedStep(nn.Identity(), optimizer, loss, batches(0))
     step = GraphedStep(net, optimizer, lambda x, *_: net(x), batches(0))
     with pytest.raises(ValueError, match=r"^loss must return a tensor without dimensions, got shape \(5, 3\)"):
@@ -443,8 +446,8 @@ def test_a_run_names_what_it_does(
     trainer.close()
     text = capsys.readouterr().out
     assert "each step is one CUDA graph" in text
-    assert trainer._whole is not None and text.count("runs without the CUDA graph") == (trainer._whole.missed > 0)
-    assert "the graph is for 1" in text or not trainer._whole.missed
+    assert trainer.graphed is not None and text.count("runs without the CUDA graph") == (trainer.graphed.missed > 0)
+    assert "the graph is for 1" in text or not trainer.graphed.missed
     monkeypatch.undo()
     for graph, expected in (("auto", "no CUDA graph: a graph needs all weights on one GPU"), ("off", None)):
         trainer = make_run(tmp_path, name=graph, graph=graph)
@@ -455,7 +458,7 @@ def test_a_run_names_what_it_does(
         assert "CUDA graph" not in text if expected is None else expected in text
     trainer = make_run(tmp_path, name="on", graph="auto")
     object.__setattr__(trainer.config, "graph", "on")
-    with pytest.raises(TrainingStopped, match="graph = on is not possible: a graph needs .*; use --graph auto"):
+    with pytest.raises(TrainingStopped, match=r"graph = on is not possible: a graph needs .*; use --graph auto"):
         trainer.train_step()
     trainer.close()
 
@@ -468,7 +471,7 @@ def test_a_cpu_has_no_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     message = "^graph = on is not possible: there are graphs on a GPU alone; use --graph auto$"
     with pytest.raises(ValueError, match=message):
         prepare(make_config(tmp_path, out=str(tmp_path / "other"), graph="on"))
-    with pytest.raises(ValueError, match="^graph must be one of auto, on, off, got 'yes'"):
+    with pytest.raises(ValueError, match=r"^graph must be one of auto, on, off, got 'yes'"):
         TrainConfig(graph="yes").check()
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert saved.pop("graph") == "auto" and TrainConfig.from_dict(saved).graph == "auto"
