@@ -123,7 +123,7 @@ def measure(pattern: str, tokens: int, optimizer: str, rounds: int, steps: int) 
             step()
         torch.cuda.synchronize()
         first = time.perf_counter() - begin
-        weights.append([x.detach().clone() for x in model.parameters()])
+        weights.append([x.detach().cpu() for x in model.parameters()])
         times = [wall_ms(step, steps) for _ in range(rounds)]
         row = {
             "pattern": pattern, "optimizer": optimizer, "kind": "graph" if graph else "launches", "why": made.why,

@@ -6,6 +6,7 @@ The graph reads its micro-batches and learning rates from memory of its own, int
 are those of the example that it was made with; what a graph cannot serve runs launch by launch, with the same bits.
 """
 
+import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +84,8 @@ class WholeStep:
         self.device = self.params[0].device
         self.halted = torch.zeros((), dtype=torch.bool, device=self.device)
         """Whether updates are called off, whatever the numbers."""
+        self.updating = False
+        """Whether the last step has begun to change the parameters."""
         self.skips_on_device = can_be_called_off(optimizer)
         if self.skips_on_device:
             for group in optimizer.param_groups:
@@ -108,6 +111,7 @@ class WholeStep:
 
     def run(self, batches: Sequence[Sequence[Tensor | None]]) -> Tensor:
         """Make a step; return its loss and norm, float64."""
+        self.updating = False
         self.forget_gradients()  # so that a graph's gradients lie in its own memory, and are written anew
         losses = []
         for items in batches:
@@ -126,6 +130,7 @@ class WholeStep:
     def _update(self, numbers: Tensor) -> None:
         """Make the optimiser's step, unless the numbers are not finite or an earlier step has halted this one."""
         off = ~numbers.isfinite().all() | self.halted
+        self.updating = True
         if self.skips_on_device:
             self.optimizer.found_inf = off.float()  # type: ignore[attr-defined]
             try:
@@ -153,7 +158,7 @@ class GraphedStep:
 
     Making it runs TRIALS steps whose updates are called off: afterwards parameters, buffers, random numbers and the
     optimiser's state are as before (state that its first step makes is there, with its first values). It then holds the
-    memory of a step for good.
+    memory of a step until `release`, which a step without the graph calls if the GPU has no memory for both.
 
     The update of a step whose loss or norm is not finite changes nothing. For an optimiser that cannot leave an update
     out on the device (any but Muon and torch's AdamW with fused=True), the host reads both numbers first.
@@ -176,7 +181,7 @@ class GraphedStep:
     """
 
     why: str | None
-    """Why there is no graph; None if there is one."""
+    """Why there is no graph, or no longer one; None if there is one."""
     missed: int = 0
     """How many steps ran without the graph, because their micro-batches had other shapes."""
 
@@ -218,12 +223,22 @@ class GraphedStep:
                 _fill(own, items)
             self._graph.replay()
             return Taken(self._numbers)
-        if self._graph is not None:
-            self.missed += 1
-            logger.info("a step runs without its CUDA graph: its micro-batches have other shapes")
-        numbers = self.whole.run([self.whole.moved(items) for items in batches])
-        self._show_gradients()
-        return Taken(numbers)
+        moved = [self.whole.moved(items) for items in batches]
+        if self._graph is None:
+            return Taken(self.whole.run(moved))
+        self.missed += 1
+        if self.missed == 1:
+            logger.warning("a step runs without its CUDA graph: its micro-batches have other shapes (logged once)")
+        try:
+            numbers = self.whole.run(moved)
+        except torch.OutOfMemoryError:
+            if self.whole.updating:
+                raise
+        else:
+            self._show_gradients()
+            return Taken(numbers)
+        self.release("the GPU has no memory for the graph and for a step without it")
+        return Taken(self.whole.run(moved))
 
     def fits(self, batches: MicroBatches) -> bool:
         """Whether the graph serves these micro-batches; False without a graph."""
@@ -237,6 +252,19 @@ class GraphedStep:
         self.whole.halted.zero_()
         self._show_gradients()
 
+    def release(self, why: str) -> None:
+        """Free the memory of the graph; from now on steps run launch by launch.
+
+        Args:
+            why: The reason, which becomes `why`.
+        """
+        torch.cuda.synchronize(self.whole.device)
+        self.whole.forget_gradients()
+        self._graph, self._static, self._gradients, self._numbers = None, [], [], torch.empty(0)
+        self.why = why
+        torch.cuda.empty_cache()
+        logger.warning("steps run without a CUDA graph from now on: %s", why)
+
     def _show_gradients(self) -> None:
         """Let .grad be the graph's gradients, so that no others are kept."""
         if self._graph is not None:
@@ -248,6 +276,7 @@ class GraphedStep:
         whole, device = self.whole, self.whole.device
         index = torch.cuda.current_device() if device.index is None else device.index
         static = [[None if x is None else x.clone() for x in whole.moved(items)] for items in example]
+        gc.collect()  # nodes of earlier backward passes would make the capture depend on another stream
         with CAPTURES, torch.cuda.device(index):
             drawn = _try_out(whole, static, index)
             whole.forget_gradients()

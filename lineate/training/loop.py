@@ -7,10 +7,11 @@ import math
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ from lineate.training.optim import can_be_called_off
 from lineate.training.report import RunReporter, plot_loss
 from lineate.training.stopping import Interrupted, Signals
 from lineate.training.unseen import Seen, Unseen
+
+Result = TypeVar("Result")
 
 MAX_SKIPPED_STEPS = 10
 """After this many bad steps in a row a run stops even with on_bad_loss="skip"."""
@@ -195,19 +198,32 @@ class Trainer(Learner):
             batches = [(piece.ids, piece.targets, piece.cu_seqlens, float(count)) for piece in pieces]
             if self.graphed is None:
                 self.graphed = self._make_graphed(batches)
-            missed = not self.graphed.fits(batches)
-            if missed:  # with lengths that nothing needs to read from the GPU
+            if not self.graphed.fits(batches):  # with lengths that nothing needs to read from the GPU
                 moved = [piece.to(self.world.device) for piece in pieces]
                 batches = [(piece.ids, piece.targets, piece.cu_seqlens, float(count)) for piece in moved]
+            missed, why = self.graphed.missed, self.graphed.why
         taken = self.graphed(batches, lr)
-        if missed and self.graphed.missed == 1:
+        if self.graphed.missed == 1 and not missed:
             most = max(len(piece.cu_seqlens) - 1 for piece in pieces)
             self.report.say(
                 f"step {self.step + 1} runs without the CUDA graph: a micro-batch has {most} sequences, the graph is "
                 f"for {self.sequences}; other such steps are not named"
             )
+        if why is None and self.graphed.why is not None:
+            self.report.say(f"no CUDA graph from now on: {self.graphed.why}")
         self.fetch_ahead()
         return taken.numbers, count
+
+    def _beside_graph(self, work: Callable[[], Result]) -> Result:
+        """Return the result of work; if the GPU has no memory for it, free that of the graph and try a second time."""
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            if self.graphed is None or self.graphed.why is not None:
+                raise
+        self.graphed.release("the GPU has no memory for the graph and for work between steps")
+        self.report.say(f"no CUDA graph from now on: {self.graphed.why}")
+        return work()
 
     def _make_graphed(self, batches: MicroBatches) -> GraphedStep:
         """Return the object that makes the steps of this run, and print how it makes them."""
@@ -308,7 +324,7 @@ class Trainer(Learner):
     def _bad_step(self, what: str) -> None:
         """Report what is not finite; then stop the run, or skip this step."""
         with self.signals.stoppable():
-            where, values = diagnose(self)
+            where, values = self._beside_graph(lambda: diagnose(self))
         message = f"{what} is not finite at step {self.step + 1}; {where}"
         self.skipped += 1
         if self.config.on_bad_loss == "skip" and not values and self.skipped < MAX_SKIPPED_STEPS:
@@ -327,8 +343,8 @@ class Trainer(Learner):
         if evaluate or sample:
             self.settle()
             with self.signals.stoppable():
-                loss = self.evaluate() if evaluate else None
-                text = self.sample() if sample else None
+                loss = self._beside_graph(self.evaluate) if evaluate else None
+                text = self._beside_graph(self.sample) if sample else None
         self.looked = self.step
         if loss is not None:
             if math.isfinite(loss):

@@ -41,7 +41,8 @@ class FakeGraphs:
         parts: dict[str, Any] = {
             "current_device": lambda: 0, "device": lambda index: nullcontext(), "current_stream": lambda: stream,
             "stream": lambda stream: nullcontext(), "get_rng_state": lambda index: self.gpu.get_state(),
-            "set_rng_state": lambda state, index: self.gpu.set_state(state),
+            "set_rng_state": lambda state, index: self.gpu.set_state(state), "synchronize": lambda device: None,
+            "empty_cache": lambda: None,
         }  # fmt: skip
         for name, part in parts.items():
             patch.setattr(torch.cuda, name, part)

@@ -193,6 +193,33 @@ def test_other_shapes_run_without_the_graph(monkeypatch: pytest.MonkeyPatch) -> 
     assert (step.missed, fake.replays) == (1, 1)
 
 
+@pytest.mark.parametrize("updating", [False, True])
+def test_a_step_without_the_graph_gets_its_memory(updating: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the GPU has none for both; not where the update has begun, which must not be made twice."""
+    fake = FakeGraphs(monkeypatch)
+    net, optimizer, loss = make()
+    step = GraphedStep(net, optimizer, loss, batches(0))
+    before = net.layers[0].weight.detach().clone()
+    left = ["no memory"]
+
+    def refuse(*_: object) -> None:
+        if left:
+            raise torch.OutOfMemoryError(left.pop())
+
+    if updating:
+        optimizer.register_step_pre_hook(refuse)
+        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            step(batches(1, rows=6))
+        assert step.why is None and torch.equal(before, net.layers[0].weight)
+        return
+    net.layers[1].register_forward_pre_hook(refuse)
+    step(batches(1, rows=6))
+    assert step.why == "the GPU has no memory for the graph and for a step without it"
+    assert not torch.equal(before, net.layers[0].weight)
+    step(batches(2))
+    assert (fake.replays, step.missed) == (0, 1)
+
+
 def test_a_refused_capture_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     for error, message in (
         (
@@ -460,6 +487,31 @@ def test_a_run_names_what_it_does(
     object.__setattr__(trainer.config, "graph", "on")
     with pytest.raises(TrainingStopped, match=r"graph = on is not possible: a graph needs .*; use --graph auto"):
         trainer.train_step()
+    trainer.close()
+
+
+def test_a_look_between_steps_gets_the_memory_of_the_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeGraphs(monkeypatch)
+    trainer = make_run(tmp_path, save_every=0)
+    evaluate, left = trainer.evaluate, ["no memory"]
+
+    def fail_once() -> float:
+        if left:
+            raise torch.OutOfMemoryError(left.pop())
+        return evaluate()
+
+    trainer.evaluate = fail_once  # type: ignore[method-assign]
+    trainer.run()
+    trainer.close()
+    assert fake.replays == 5 and len([line for line in lines(tmp_path / "run") if "loss" in line]) == 12
+    assert capsys.readouterr().out.count("no CUDA graph from now on: the GPU has no memory for the graph and for") == 1
+    trainer = make_run(tmp_path, name="other", graph="off", save_every=0)
+    left.append("no memory")
+    trainer.evaluate = fail_once  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.run()
     trainer.close()
 
 
