@@ -222,6 +222,7 @@ class GraphedStep:
             for items, own in zip(batches, self._static, strict=True):
                 _fill(own, items)
             self._graph.replay()
+            torch.autograd.graph.increment_version(self.whole.params)  # as optimisers do, which write in place
             return Taken(self._numbers)
         moved = [self.whole.moved(items) for items in batches]
         if self._graph is None:

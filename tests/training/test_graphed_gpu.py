@@ -202,6 +202,14 @@ def test_other_shapes_between_replays() -> None:
     assert_same_bits(graphed.state, plain.state)
 
 
+def test_autograd_sees_that_a_replay_changes_weights() -> None:
+    run = Run(config_of("G"), True)
+    loss = run.model.embed.weight.square().sum()
+    run.go(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_refused_capture_leaves_steps_as_they_were() -> None:
     def read(loss: Tensor) -> Tensor:
         loss.item()
