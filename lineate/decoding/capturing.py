@@ -7,7 +7,7 @@ cached memory before it reports that there is none; and the thread keeps the cap
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from threading import RLock
 from typing import Any
@@ -22,23 +22,28 @@ FAILED: list[torch.cuda.CUDAGraph] = []
 
 
 @contextmanager
-def captured(device: torch.device, pool: Any = None) -> Iterator[torch.cuda.CUDAGraph]:
+def captured(device: torch.device, pool: Any = None, draws: bool = False) -> Iterator[torch.cuda.CUDAGraph]:
     """Record what this thread launches inside, on capture_stream, in the graph that is returned; then replay it.
 
     Meanwhile other threads may allocate, launch, draw random numbers and replay graphs. The graph itself must not draw
-    from torch's default generator. If CUDA refuses the capture, the first error is raised, and torch is as before.
+    from torch's default generator, unless `draws`. If CUDA refuses the capture, the first error is raised, and torch is
+    as before.
 
     Args:
         device: The device.
         pool: The memory of the graph's intermediate results, shared with other graphs; None: its own.
+        draws: Whether the graph draws from the default generator: each replay then draws the next numbers, as the
+            launches would. Meanwhile other threads must not draw from it, nor replay graphs that do.
     """
     with CAPTURES, torch.cuda.device(device):
         index, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle() if pool is None else pool
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # as much memory as there is for the graph's pool
-        with torch.cuda.stream(capture_stream(index)):
-            with _undone_if_it_fails(graph, index, pool), _generator_apart(index), torch.inference_mode(False):
+        drawing = _generator_inside(index) if draws else nullcontext()
+        with torch.cuda.stream(capture_stream(index)), drawing:
+            apart = nullcontext() if draws else _generator_apart(index)
+            with _undone_if_it_fails(graph, index, pool), apart, torch.inference_mode(False):
                 graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 yield graph
@@ -71,6 +76,22 @@ def _generator_apart(index: int) -> Iterator[None]:
         yield
     finally:
         generator.graphsafe_set_state(state)
+
+
+@contextmanager
+def _generator_inside(index: int) -> Iterator[None]:
+    """If a capture that draws from the default generator fails, take its state, a copy, out of capture mode.
+
+    The state that was registered stays in capture mode, and earlier graphs that draw can no longer be replayed.
+    """
+    generator = torch.cuda.default_generators[index]
+    with torch.inference_mode(False):
+        spare = generator.clone_state()
+    try:
+        yield
+    except BaseException:
+        generator.graphsafe_set_state(spare)
+        raise
 
 
 @contextmanager

@@ -290,7 +290,7 @@ class MixtureOfExperts(nn.Module):
     def _parts_on_gpu(self, tokens: Tensor, chosen: Tensor) -> Tensor:
         """Return the outputs of each token's experts, `n active hidden`.
 
-        For few tokens, in bfloat16, and while a CUDA graph is captured, nothing waits for a count.
+        For few tokens, in bfloat16 (also of autocast), and while a CUDA graph is captured, nothing waits for a count.
         """
         quantised = coded(self.experts_gate_up) is not None and kernels_for(tokens) is not None
         if chosen.numel() <= (max(GATHERED, 2 * self.count) if quantised else GATHERED):  # codes are not copied
@@ -300,8 +300,13 @@ class MixtureOfExperts(nn.Module):
         if isinstance(gate_up, QuantisedWeight) or isinstance(down, QuantisedWeight):  # one by one, never all at once
             return self.run_gathered(tokens, chosen) if captured else self.run_sorted(tokens, chosen, self.one_by_one)
         even = all(n % 8 == 0 for n in down.shape[1:])  # rows of 16 bytes
-        if tokens.dtype == down.dtype == torch.bfloat16 and even:  # autocast leaves weights in float32
-            return self.run_sorted(tokens, chosen, self.grouped)
+        if even and (tokens.dtype == down.dtype == torch.bfloat16 or _lowered(tokens)):
+            return self.run_sorted(tokens.bfloat16(), chosen, self.grouped)
+        if tokens.shape[0] > ALL_EXPERTS and captured and needs_grad(tokens, gate_up, down):
+            raise RuntimeError(
+                "the host reads how many tokens each expert has, unless products of experts are in bfloat16 with sizes "
+                "that are multiples of 8"
+            )
         if tokens.shape[0] <= ALL_EXPERTS or captured:
             return self.run_all(tokens, chosen)
         return self.run_sorted(tokens, chosen, self.one_by_one)
@@ -382,10 +387,11 @@ class MixtureOfExperts(nn.Module):
         return torch.cat([self._expert(own, e) for e, own in enumerate(gathered.split(sizes)) if own.shape[0]])
 
     def grouped(self, gathered: Tensor, experts: Tensor) -> Tensor:
-        """Run all experts in one launch, as one_by_one."""
+        """Run all experts in one launch, as one_by_one, in the tokens' dtype; autocast leaves weights in float32."""
         ends = torch.searchsorted(experts, torch.arange(self.count, device=experts.device), right=True, out_int32=True)
-        made = F.grouped_mm(gathered, uncoded(self.experts_gate_up).transpose(1, 2), offs=ends)
-        return F.grouped_mm(self._activated(made), uncoded(self.experts_down).transpose(1, 2), offs=ends)
+        gate_up, down = (uncoded(x).to(gathered.dtype) for x in (self.experts_gate_up, self.experts_down))
+        made = F.grouped_mm(gathered, gate_up.transpose(1, 2), offs=ends)
+        return F.grouped_mm(self._activated(made), down.transpose(1, 2), offs=ends)
 
     def _expert(self, tokens: Tensor, e: int) -> Tensor:
         return linear(self._activated(linear(tokens, self.experts_gate_up[e])), self.experts_down[e])
@@ -428,6 +434,12 @@ def _are_alike(own: Tensor, weight: Tensor) -> bool:
     if isinstance(own, QuantisedWeight) and isinstance(weight, QuantisedWeight):
         return own.format is weight.format
     return True
+
+
+def _lowered(tokens: Tensor) -> bool:
+    """Whether autocast computes products with tokens on a GPU in bfloat16."""
+    lowers = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is torch.bfloat16
+    return lowers and tokens.dtype is not torch.float64
 
 
 def _chosen(weight: Tensor, experts: Tensor) -> Tensor:

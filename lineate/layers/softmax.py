@@ -57,7 +57,8 @@ def attend_new(
         return _packed_softmax(q, k, v, scale, cu_seqlens, key_bounds, (t, n), window).unflatten(1, (b, t))[0]
     key_bounds = cu_seqlens if key_bounds is None else key_bounds
     if fast:
-        if torch.compiler.is_compiling():  # a graph cannot wait for the lengths; upper bounds suffice
+        # No graph, torch's or CUDA's, can wait for the lengths; upper bounds suffice.
+        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
             longest = t, n
         else:
             longest = max(sequence_lengths(cu_seqlens)), max(sequence_lengths(key_bounds))

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.forms.sequences import copied_bounds
@@ -39,6 +40,17 @@ class Batch:
         """Return the batch in memory that a GPU can copy by itself."""
         ids, targets, cu_seqlens = (x.pin_memory() for x in (self.ids, self.targets, self.cu_seqlens))
         return replace(self, ids=ids, targets=targets, cu_seqlens=cu_seqlens)
+
+    def padded(self, sequences: int) -> "Batch":
+        """Return the batch with empty sequences after the others, so that all batches have equally many.
+
+        Args:
+            sequences: How many it is to have; a batch with more is returned unchanged.
+        """
+        missing = sequences + 1 - self.cu_seqlens.shape[0]
+        if missing <= 0:
+            return self
+        return replace(self, cu_seqlens=F.pad(self.cu_seqlens, (0, missing), value=self.ids.shape[1]))
 
     def shard(self, rank: int, size: int) -> "Batch":
         """Return one rank's segment, tokens rank n / size to (rank + 1) n / size, with cu_seqlens of its own.

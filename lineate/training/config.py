@@ -17,6 +17,7 @@ OPTION_VALUES = {
     "dtype": ("float32", "bfloat16"),
     "on_bad_loss": ("stop", "skip"),
     "shard": ("none", "full"),
+    "graph": ("auto", "on", "off"),
 }
 """The values that an option may have, for options with a fixed set."""
 MOST_THREADS = 1024
@@ -73,6 +74,9 @@ class TrainConfig:
         False, "Keep only the input of each block and compute the rest again in the backward pass."
     )
     compile: bool = option(False, "torch.compile of each block; says before the first step whether it pays.")
+    graph: str = option(
+        "auto", "Each step as one CUDA graph, with the same results: auto (where possible, or says why not), on or off."
+    )
     seed: int = option(0, "Seed of the weights, the order of the documents, and the samples.")
     device: str = option("auto", "cpu, cuda, or auto: a GPU if there is one.")
     threads: int | str = option(

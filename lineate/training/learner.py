@@ -1,6 +1,6 @@
 """The computation of a training step: batches to losses and gradients, without changing the weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -32,6 +32,8 @@ class Learner:
     optimizer: torch.optim.Optimizer
     step: int = 0
     """How many steps are done."""
+    sequences: int = 0
+    """Micro-batches with fewer packed sequences get empty ones, so that CUDA graphs have bounds of one shape."""
     _ahead: tuple[int, list[Batch]] = (-1, [])
     """A step and its micro-batches, which the CPU prepared while a GPU computed the previous step."""
 
@@ -43,10 +45,8 @@ class Learner:
         """
         world = self.world
         self.optimizer.zero_grad(set_to_none=True)
-        made, pieces = self._ahead
-        if made != self.step:
-            pieces = self._fetch(self.step)
-        count = world.sum(torch.stack([(piece.targets != NO_TARGET).sum() for piece in pieces]).sum()).clamp(min=1)
+        pieces = self.next_pieces()
+        count = world.sum(count_targets(pieces)).clamp(min=1)
         total = torch.zeros((), device=world.device)
         for piece in pieces:
             part = self._loss_sum(piece.to(world.device))
@@ -54,8 +54,28 @@ class Learner:
             total += part.detach()
         world.finish_gradients(self.model)
         total = world.sum(total)
-        self._ahead = self.step + 1, self._fetch(self.step + 1)
+        self.fetch_ahead()
         return total / count, count
+
+    def next_pieces(self) -> list[Batch]:
+        """Return this rank's micro-batches of this step, on the CPU."""
+        made, pieces = self._ahead
+        return pieces if made == self.step else self._fetch(self.step)
+
+    def fetch_ahead(self) -> None:
+        """Prepare the micro-batches of the next step, while a GPU computes this one."""
+        self._ahead = self.step + 1, self._fetch(self.step + 1)
+
+    def share_of_loss(self, ids: Tensor, targets: Tensor, cu_seqlens: Tensor, count: Tensor) -> Tensor:
+        """Return the summand of a micro-batch in the mean loss of a step, for GraphedStep.
+
+        Args:
+            ids: The tokens `1 n`.
+            targets: What follows each, `1 n`.
+            cu_seqlens: The bounds of the sequences.
+            count: The number of targets in all micro-batches of the step.
+        """
+        return self._loss_sum(Batch(ids, targets, cu_seqlens)) / count
 
     def pieces(self, batches: ShuffledBatches, step: int) -> Iterator[Batch]:
         """Yield this rank's micro-batches of a step.
@@ -71,8 +91,8 @@ class Learner:
 
     def _fetch(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of a step of training, ready to be copied to the device."""
-        pieces = self.pieces(self.batches, step)
-        return [piece.pinned() for piece in pieces] if self.world.device.type == "cuda" else list(pieces)
+        pieces = [piece.padded(self.sequences) for piece in self.pieces(self.batches, step)]
+        return [piece.pinned() for piece in pieces] if self.world.device.type == "cuda" else pieces
 
     def logits(self, piece: Batch) -> Tensor:
         """Return the logits `1 n vocab` of a micro-batch that is on the device.
@@ -118,3 +138,8 @@ class Learner:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
+
+
+def count_targets(pieces: Sequence[Batch]) -> Tensor:
+    """Return the number of tokens of micro-batches that have a target, on their device."""
+    return torch.stack([(piece.targets != NO_TARGET).sum() for piece in pieces]).sum()

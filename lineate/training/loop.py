@@ -7,10 +7,11 @@ import math
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,11 +26,14 @@ from lineate.training import checkpoint
 from lineate.training.compiling import weigh
 from lineate.training.config import CONFIG_FILE
 from lineate.training.diagnosis import diagnose
-from lineate.training.learner import Learner
+from lineate.training.graphed import GraphedStep, MicroBatches
+from lineate.training.learner import Learner, count_targets
 from lineate.training.optim import can_be_called_off
 from lineate.training.report import RunReporter, plot_loss
 from lineate.training.stopping import Interrupted, Signals
 from lineate.training.unseen import Seen, Unseen
+
+Result = TypeVar("Result")
 
 MAX_SKIPPED_STEPS = 10
 """After this many bad steps in a row a run stops even with on_bad_loss="skip"."""
@@ -47,6 +51,9 @@ class Trainer(Learner):
     GPU never waits for the CPU. A queued update changes nothing if the loss or the norm is not finite, and a bad step
     stops the run or is skipped, as without runs_ahead. The CPU always waits for the first step, which creates the
     optimiser's state, and for all steps with an optimiser whose updates cannot be skipped on the device.
+
+    With whole_steps, the CPU queues the update as well before it reads the loss of the previous step. After a bad step
+    no update changes anything until its loss is read; the step queued after it is then computed a second time.
     """
 
     report: RunReporter
@@ -70,7 +77,13 @@ class Trainer(Learner):
     """How many steps in a row, up to this one, were bad."""
     runs_ahead: bool = False
     """Whether train_step leaves reading its loss to the next one, or to settle."""
+    whole_steps: bool = False
+    """Whether a step, its update included, is queued at once, by a GraphedStep; config.graph says how."""
+    no_graph: str | None = None
+    """Why steps cannot be CUDA graphs, as far as known before the first one."""
     signals: Signals = field(default_factory=Signals)
+    graphed: GraphedStep | None = None
+    """Makes whole steps, from the first one on."""
     _unseen: Unseen | None = None
     _since: float = 0.0
     """When the loss of the last step was read, or the first step after a pause began."""
@@ -96,6 +109,8 @@ class Trainer(Learner):
         )
         if config.compile:
             self.report.say(weigh(self))
+        if config.graph == "auto" and self.no_graph is not None and self.world.device.type == "cuda":
+            self.report.say(f"no CUDA graph: {self.no_graph}")
 
     @cpu_by_default
     def run(self) -> None:
@@ -147,6 +162,20 @@ class Trainer(Learner):
         if self._unseen is None:
             self._since = time.monotonic()
         lr = self.config.learning_rate(self.step)
+        if self.whole_steps:
+            numbers, tokens = self._whole_step(lr)
+            if not self.settle():
+                numbers, tokens = self._whole_step(lr)  # again: the bad step had halted this one
+            ahead = self.runs_ahead
+        else:
+            numbers, tokens, ahead = self._step_in_parts(lr)
+        self._unseen = Unseen(self.step, lr, tokens, numbers)
+        self.step += 1
+        if not ahead:
+            self.settle()
+
+    def _step_in_parts(self, lr: float) -> tuple[Tensor, int, bool]:
+        """Queue the gradients, settle the previous step, then update; return also whether that waited for nothing."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         numbers, tokens = self._loss_and_norm()
@@ -159,10 +188,54 @@ class Trainer(Learner):
             self.optimizer.found_inf = None  # type: ignore[attr-defined]
         elif bool(numbers.isfinite().all()):
             self.optimizer.step()
-        self._unseen = Unseen(self.step, lr, tokens, numbers)
-        self.step += 1
-        if not ahead:
-            self.settle()
+        return numbers, tokens, ahead
+
+    def _whole_step(self, lr: float) -> tuple[Tensor, int]:
+        """Queue a whole step, unless a signal came before; return its loss and norm, and its tokens."""
+        with self.signals.stoppable():  # until the update is queued, from where on the step counts
+            pieces = self.next_pieces()
+            count = max(1, int(count_targets(pieces)))
+            batches = [(piece.ids, piece.targets, piece.cu_seqlens, float(count)) for piece in pieces]
+            if self.graphed is None:
+                self.graphed = self._make_graphed(batches)
+            if not self.graphed.fits(batches):  # with lengths that nothing needs to read from the GPU
+                moved = [piece.to(self.world.device) for piece in pieces]
+                batches = [(piece.ids, piece.targets, piece.cu_seqlens, float(count)) for piece in moved]
+            missed, why = self.graphed.missed, self.graphed.why
+        taken = self.graphed(batches, lr)
+        if self.graphed.missed == 1 and not missed:
+            most = max(len(piece.cu_seqlens) - 1 for piece in pieces)
+            self.report.say(
+                f"step {self.step + 1} runs without the CUDA graph: a micro-batch has {most} sequences, the graph is "
+                f"for {self.sequences}; other such steps are not named"
+            )
+        if why is None and self.graphed.why is not None:
+            self.report.say(f"no CUDA graph from now on: {self.graphed.why}")
+        self.fetch_ahead()
+        return taken.numbers, count
+
+    def _beside_graph(self, work: Callable[[], Result]) -> Result:
+        """Return the result of work; if the GPU has no memory for it, free that of the graph and try a second time."""
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            if self.graphed is None or self.graphed.why is not None:
+                raise
+        self.graphed.release("the GPU has no memory for the graph and for work between steps")
+        self.report.say(f"no CUDA graph from now on: {self.graphed.why}")
+        return work()
+
+    def _make_graphed(self, batches: MicroBatches) -> GraphedStep:
+        """Return the object that makes the steps of this run, and print how it makes them."""
+        graph, clip = self.config.graph, self.config.clip or None
+        made = GraphedStep(
+            self.model, self.optimizer, self.share_of_loss, batches, clip=clip, halts=True, graph=graph != "off"
+        )
+        if graph == "on" and made.why is not None:
+            raise TrainingStopped(f"graph = on is not possible: {made.why}; use --graph auto")
+        if graph != "off":
+            self.report.say("each step is one CUDA graph" if made.why is None else f"no CUDA graph: {made.why}")
+        return made
 
     def settle(self) -> bool:
         """Read the loss of the last step, unless that is done, and report it.
@@ -180,6 +253,8 @@ class Trainer(Learner):
             after, self.step = self.step, unseen.step
             self._bad_step(seen.bad)
             self.step = after
+            if self.graphed is not None:
+                self.graphed.resume()
         self._report_step(unseen, seen)
         return seen.bad is None
 
@@ -249,7 +324,7 @@ class Trainer(Learner):
     def _bad_step(self, what: str) -> None:
         """Report what is not finite; then stop the run, or skip this step."""
         with self.signals.stoppable():
-            where, values = diagnose(self)
+            where, values = self._beside_graph(lambda: diagnose(self))
         message = f"{what} is not finite at step {self.step + 1}; {where}"
         self.skipped += 1
         if self.config.on_bad_loss == "skip" and not values and self.skipped < MAX_SKIPPED_STEPS:
@@ -268,8 +343,8 @@ class Trainer(Learner):
         if evaluate or sample:
             self.settle()
             with self.signals.stoppable():
-                loss = self.evaluate() if evaluate else None
-                text = self.sample() if sample else None
+                loss = self._beside_graph(self.evaluate) if evaluate else None
+                text = self._beside_graph(self.sample) if sample else None
         self.looked = self.step
         if loss is not None:
             if math.isfinite(loss):

@@ -76,7 +76,8 @@ def can_be_called_off(optimizer: torch.optim.Optimizer) -> bool:
 class Muon(torch.optim.Optimizer):
     """Muon for the groups with muon=True, and AdamW for the others.
 
-    As in torch's fused optimisers, a step changes nothing if the tensor `found_inf`, which may be on a GPU, is 1.
+    As in torch's fused optimisers, a step changes nothing if the tensor `found_inf`, which may be on a GPU, is 1, and a
+    group's "lr" may be a tensor without dimensions, in float32, so that a CUDA graph reads it anew in every replay.
 
     Args:
         groups: Parameter groups, each with "params", "weight_decay" and "muon".
@@ -143,19 +144,24 @@ class Muon(torch.optim.Optimizer):
     def _move(self, matrices: list[nn.Parameter], group: dict[str, Any], bad: Tensor | None) -> None:
         """Orthogonalise the updates of matrices of one shape and apply them, unless `bad` is true."""
         shape, lr, momentum = matrices[0].shape[-2:], group["lr"], group["momentum"]
+        lr = lr.double() if isinstance(lr, Tensor) else lr  # Python's floats have as many bits
         updates = []
         for x in matrices:
             assert x.grad is not None
             update = x.grad.lerp(self.state[x]["momentum"], momentum)
             update = update.full_tensor() if isinstance(update, DTensor) else update
             updates.append(update.reshape(-1, *shape))
-        parts = orthogonalize(torch.cat(updates)).split([len(update) for update in updates])
+        length, moved = -lr * 0.2 * max(shape) ** 0.5, orthogonalize(torch.cat(updates))
+        if isinstance(length, Tensor):  # alpha, below, is a number that a CUDA graph would keep
+            wide = torch.promote_types(moved.dtype, torch.float32)
+            moved, length = moved.to(wide) * length.to(wide), 1.0
+        parts = moved.split([len(update) for update in updates])
         kept = _unless(bad, 1 - lr * group["weight_decay"], 1.0, matrices[0].dtype)
         for x, part in zip(matrices, parts, strict=True):
             x.mul_(kept)
             if bad is not None:
                 part.masked_fill_(bad, 0.0)
-            x.add_(_like(part.view(x.shape), x), alpha=-lr * 0.2 * max(shape) ** 0.5)
+            x.add_(_like(part.view(x.shape), x), alpha=length)
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
@@ -176,12 +182,14 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     return (x if wide else x.mT).to(matrices.dtype)
 
 
-def _unless(bad: Tensor | None, factor: float, instead: float, dtype: torch.dtype) -> Any:
+def _unless(bad: Tensor | None, factor: float | Tensor, instead: float, dtype: torch.dtype) -> Any:
     """Return a factor for tensors of a dtype, or its replacement if `bad`, with one element, is true."""
+    wide = torch.promote_types(dtype, torch.float32)
+    factor = factor.to(wide) if isinstance(factor, Tensor) else factor
     if bad is None:
         return factor
-    wide = torch.promote_types(dtype, torch.float32)
-    return torch.full((), factor, dtype=wide, device=bad.device).masked_fill(bad, instead)
+    made = factor if isinstance(factor, Tensor) else torch.full((), factor, dtype=wide, device=bad.device)
+    return made.masked_fill(bad, instead)
 
 
 def _like(whole: Tensor, x: Tensor) -> Tensor:

@@ -58,6 +58,23 @@ class ShuffledBatches:
         epoch, k = divmod(step * self.rows + row, self.epoch_rows)
         return epoch * self.epoch_rows + int(self._order(epoch)[k])
 
+    def most_sequences(self, parts: int = 1) -> int:
+        """Return how many sequences the parts of a step have at most, but for one part in a hundred of the first epoch.
+
+        Args:
+            parts: How many equal parts the rows of a step have.
+        """
+        begins = self.stream._epoch(0).bounds[:-1]
+        begins = begins[begins < self.epoch_rows * self.length]
+        inside = begins[begins % self.length > 0] // self.length  # a row begins a sequence in any case
+        each = 1 + np.bincount(inside, minlength=self.epoch_rows)
+        some = self.rows // parts
+        whole = self.epoch_rows // some
+        if not whole:  # a part takes rows of several epochs
+            return some * int(each.max())
+        sums = each[self._order(0)][: whole * some].reshape(whole, some).sum(1)
+        return int(np.quantile(sums, 0.99, method="higher"))
+
     def documents(self, step: int, row: int) -> list[int]:
         """Return the indices, in the view, of the documents that a row of a step overlaps.
 

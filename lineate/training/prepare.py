@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lineate.console.names import nearest
+from lineate.layers import kind_of
 from lineate.models import HybridConfig, HybridLM
 from lineate.models.families import quantised_format, read_config
 from lineate.models.files.checkpoint import Checkpoint, read_json
@@ -25,6 +26,7 @@ from lineate.torch_ops.tracing import cpu_by_default
 from lineate.training import checkpoint
 from lineate.training.config import CONFIG_FILE, FIXED_OPTIONS, MOST_THREADS, TrainConfig
 from lineate.training.distributed import World
+from lineate.training.graphed import obstacle
 from lineate.training.loop import Trainer
 from lineate.training.optim import make_optimizer
 from lineate.training.order import ShuffledBatches
@@ -38,6 +40,8 @@ RUN_STATE_TYPES: dict[str, tuple[type, ...]] = {
     "best": (float, int, type(None)), "random": (list,), "threads": (int, type(None)),
 }  # fmt: skip
 """The keys of a checkpoint's state.json and their types; an int must be at least 0."""
+SEQUENCES_STEP = 8
+"""Micro-batches that CUDA graphs compute have a multiple of this many packed sequences; the last ones are empty."""
 OTHER_TOKENIZERS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model", "*.tiktoken", "tiktoken.model")
 """Names of published tokenizers' files, of which training cannot read all."""
 
@@ -175,7 +179,25 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: RunReporte
     if config.compile:
         for block in model.layers:
             block.compile()
+    trainer.no_graph = _no_graph(trainer)
+    if config.graph == "on" and trainer.no_graph is not None:
+        raise ValueError(f"graph = on is not possible: {trainer.no_graph}; use --graph auto")
+    trainer.whole_steps = trainer.no_graph is None
+    if trainer.whole_steps:  # also without graphs, so that these change no bits
+        trainer.sequences = -(-batches.most_sequences(config.accumulate) // SEQUENCES_STEP) * SEQUENCES_STEP
     return trainer
+
+
+def _no_graph(trainer: Trainer) -> str | None:
+    """Return why the steps of a run cannot be CUDA graphs; None if nothing is known against it."""
+    if trainer.world.device.type != "cuda":
+        return "there are graphs on a GPU alone"
+    if trainer.world.size > 1:
+        return f"{trainer.world.size} ranks exchange numbers in every step"
+    for letter in trainer.model.config.letters:
+        if not (kind := kind_of(letter)).built_in:
+            return f"only the mixers of lineate are known to read nothing from the GPU, which {kind.name} may do"
+    return obstacle(trainer.model, trainer.optimizer)
 
 
 def _sizes(config: TrainConfig, saved: Path | None = None) -> HybridConfig:

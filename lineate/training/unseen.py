@@ -30,13 +30,16 @@ class Unseen:
         step: Its number, from 0.
         lr: Its learning rate.
         tokens: How many tokens its loss is the mean of.
-        numbers: Its loss and the norm of its gradients, on any device. They are copied without waiting for it.
+        numbers: Its loss and the norm of its gradients, on any device, which the next step may overwrite. They are
+            copied without waiting for it.
     """
 
     def __init__(self, step: int, lr: float, tokens: int, numbers: Tensor) -> None:
         self.step, self.lr, self.tokens = step, lr, tokens
-        self._numbers, self._copied = numbers, None
-        if numbers.is_cuda:
+        self._copied: torch.cuda.Event | None = None
+        if not numbers.is_cuda:
+            self._numbers = numbers.clone()
+        else:
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
             self._copied = torch.cuda.Event()

@@ -33,6 +33,7 @@ class FakeCuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refuses: tuple[str, ...]) -> None:
         self.calls: list[str] = []
+        self.begins_with = "copy of default"
         self.refuses, self.state, self.stream = refuses, "default", "current"
         parts = {
             "device": lambda device: nullcontext(), "current_device": lambda: 3, "synchronize": lambda: None,
@@ -49,7 +50,7 @@ class FakeCuda:
     def call(self, name: str, *given: object) -> None:
         self.calls.append(name)
         assert given in ((), (3, "pool"))
-        assert self.state == ("copy of default" if name == "begin" else "default")
+        assert self.state == (self.begins_with if name == "begin" else "default")
         assert self.stream == "stream 3"
         if name in self.refuses:
             raise Refused(name)
@@ -104,6 +105,18 @@ def test_the_parts_of_a_capture(monkeypatch, refuses, calls):
     assert fake.calls == calls.split()
     assert (fake.state, fake.stream) == ("default", "current")
     assert [fake] * ("endAllocateToPool" in calls) == capturing.FAILED
+
+
+@pytest.mark.parametrize("refuses", ["", "begin", "work", "end"])
+def test_a_capture_that_draws(monkeypatch, refuses):
+    """The default generator is in the capture; if that fails, it goes on with a copy that is in none."""
+    fake = FakeCuda(monkeypatch, (refuses,))
+    fake.begins_with = "default"
+    raised = pytest.raises(Refused, match=f"^{refuses}$") if refuses else nullcontext()
+    with raised, capturing.captured(CUDA, draws=True):
+        fake.call("work")
+    assert fake.calls[0] == "begin"
+    assert (fake.state, fake.stream) == ("copy of default" if refuses else "default", "current")
 
 
 def test_one_capture_at_a_time(monkeypatch):
