@@ -41,6 +41,7 @@ else:
             "dispatch": ("Plan", "explain"),
             "ops.softmax": ("KeyValueCache",),
             "ops.raw_gates": ("decay_gate", "fused_delta_rule"),
+            "ops.rings": ("Ring",),
             "ops": (
                 "Attended", "AttendedStates", "attend_keeping_states", "attention_matrix", "delta_rule",
                 "diagonal_plus_low_rank", "gated_delta_product", "gated_delta_rule", "gated_delta_rule_2",
@@ -61,6 +62,7 @@ __all__ = [
     "AttendedStates",
     "KeyValueCache",
     "Plan",
+    "Ring",
     "UnstableMemoryWarning",
     "attend_keeping_states",
     "attention_matrix",

@@ -235,6 +235,35 @@ class Slots(NamedTuple):
     """`rows`: token i of a row rounds its bfloat16 state stochastically with seeds[row] + i; None: to the nearest."""
 
 
+class RingTensors(NamedTuple):
+    """The tensors of a ring (lineate.ops.rings): the tokens of each slot since its state was stored.
+
+    A slot's ring has (tokens - folded) mod every entries, and they are the first ones.
+    """
+
+    keys: Tensor
+    """`slots h every k`."""
+    writes: Tensor
+    """`slots hv every v`."""
+    log_decay: Tensor | None
+    """`slots hv every`, float32; `slots hv every k`, the input of the call; None for rules that do not forget."""
+    tokens: Tensor
+    """`slots`, int64: a counter of the tokens of each slot."""
+    folded: Tensor
+    """`slots`, int64: what the counter was when the slot's ring was last emptied by a fold of its own."""
+    every: int
+    """The tokens after which the state is written."""
+    A_log: Tensor | None = None
+    """`hv`, for entries whose log_decay is a raw gate."""
+    dt_bias: Tensor | None = None
+    """`hv` or `hv k`, for entries whose log_decay is a raw gate."""
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors that launches read or write, without the parameters of raw gates."""
+        return self.keys, self.writes, self.log_decay, self.tokens, self.folded
+
+
 class Request(NamedTuple):
     """The options that the caller of an op passes, before they are checked."""
 

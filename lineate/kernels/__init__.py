@@ -14,6 +14,8 @@ RECURRENT_READS = ("q", "k", "v", "log_decay", "beta", "state", "cu_seqlens")
 """Those that the recurrent form reads, which is a decoding call on a copy of the state."""
 DECODE_READS = ("q", "k", "v", "log_decay", "beta", "state", "cu_seqlens", "A_log", "dt_bias")
 """Those that a decoding call reads."""
+RING_READS = ("q", "k", "v", "log_decay", "beta", "state", "A_log", "dt_bias")
+"""Those that a decoding call with a ring reads."""
 DECODE_GENERAL_READS = (*GENERAL_READS, "A_log", "dt_bias")
 """Those that a decoding call of the general row reads."""
 DECODE_WRITES = 8

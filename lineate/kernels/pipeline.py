@@ -12,7 +12,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from lineate.call import Inputs, Options, Slots
+from lineate.call import Inputs, Options, RingTensors, Slots
 from lineate.kernels.architectures import architecture_of, stages_for
 from lineate.kernels.call import CHUNK, Call, aligned, clear
 from lineate.kernels.launching import ceil_div, compile_only, multiprocessors
@@ -89,6 +89,11 @@ def _backward_in_slices(call: Call, doutput: Tensor, dfinal: Tensor, states: Ten
 def decode(inputs: Inputs, slots: Slots, options: Options) -> Tensor:
     """Return the output `b t hv v` of a few tokens; inputs.state, a pool of states, is updated in place."""
     return architecture_of(inputs.q.device).decode(inputs, slots, options)
+
+
+def decode_ring(inputs: Inputs, slots: Slots, ring: RingTensors, options: Options, *, settled: bool = False) -> Tensor:
+    """Return the output `b 1 hv v` of one token a row; it goes into the ring, or with it into inputs.state."""
+    return architecture_of(inputs.q.device).decode_ring(inputs, slots, ring, options, settled=settled)
 
 
 def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:

@@ -5,7 +5,7 @@
     backward    prepare again
                 backward walk: the same walk from the last chunk to the first, for dS
                 gradients: those of every chunk at once
-    decode      a few tokens in one launch, the state updated in place
+    decode      a few tokens in one launch, the state updated in place; or one token, which goes into a ring
 
 A long walk may be cut into segments that run in parallel (segments.py, portable/split.py): a walk without an output
 first finds the affine map of each segment, and chain_segments the states at the cuts between them. Backwards, segments
@@ -36,7 +36,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lineate.call import Inputs, Options, Slots
+from lineate.call import Inputs, Options, RingTensors, Slots
 from lineate.kernels.call import Call, Gates
 
 
@@ -221,3 +221,17 @@ class Stages(Protocol):
     @staticmethod
     def decode(inputs: Inputs, slots: Slots, options: Options) -> Tensor:
         """Return the output `b t hv v` of a few tokens; inputs.state is updated in place."""
+
+    @staticmethod
+    def decode_ring(
+        inputs: Inputs, slots: Slots, ring: RingTensors, options: Options, *, settled: bool = False
+    ) -> Tensor:
+        """Return the output `b 1 hv v` of one token a row, which goes into the ring, or with it into inputs.state.
+
+        Args:
+            inputs: The token, and the state.
+            slots: Where the states lie, and seeds.
+            ring: The ring of the states.
+            options: The options of the call.
+            settled: Whether no recent launch writes the state or the ring (launching.overlapping).
+        """

@@ -26,7 +26,8 @@ from lineate.layers.projection import project, project_out
 from lineate.layers.registry import ModelSizes
 from lineate.layers.state import Memory, TensorSpec
 from lineate.ops import Attended
-from lineate.ops.decoding import DecodeRequest, decode_inputs
+from lineate.ops.decode_calls import DecodeRequest
+from lineate.ops.decoding import decode_inputs
 from lineate.ops.rates import rate_of_key
 from lineate.ops.raw_gates import activated, attend_raw
 from lineate.ops.rounding import NEAREST, STOCHASTIC, round_memory

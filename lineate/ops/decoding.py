@@ -5,40 +5,26 @@
 The equation is rule.step's; the gates select the rule as in `explain`. Training uses the ops of lineate.ops.
 """
 
-import importlib.util
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.call import Inputs, Options, Slots, in_one_dtype, spread_decay
-from lineate.dispatch import (
-    TRANSFORMED,
-    TRITON_WIDTH,
-    interpreted,
-    resolve_scale,
-    select_rule,
-)
-from lineate.forms.general import GATES, GeneralRow, general_row
+from lineate.call import Inputs, Options, Slots
+from lineate.forms.general import GeneralRow, general_row
 from lineate.forms.stability import watch_erasing, watch_writes
-from lineate.kernels import DECODE_GENERAL_READS, DECODE_READS, DECODE_WRITES, GENERAL_RULES
-from lineate.ops.rounding import NEAREST, ROUNDINGS, STOCHASTIC, round_memory
-from lineate.ops.slot_checks import check_decode_state, check_seeds, check_slot_values, check_slots
+from lineate.ops.decode_calls import READS, DecodeRequest, activated, at_least_4d, check_and_choose, one_dtype
+from lineate.ops.ring_decoding import decode_with_ring
+from lineate.ops.rings import Ring
+from lineate.ops.rounding import NEAREST, round_memory
+from lineate.ops.slot_checks import check_slot_values
 from lineate.plans import PLANS, call_signature
-from lineate.rule import Rule, activate, check_row, compute_dtype, full_precision, general_step, normalize, read, step
+from lineate.rule import Rule, compute_dtype, full_precision, general_step, normalize, read, step
 from lineate.torch_ops.schema import Flat, declare_call_op
-from lineate.torch_ops.tracing import constant_in_graphs, in_memory, is_virtual, needs_grad, transformed
-
-BACKENDS = ("auto", "torch", "triton")
-READS = {
-    "torch": ("q", "k", "v", *GATES, "state", "cu_seqlens", "A_log", "dt_bias"),
-    "triton": DECODE_READS,
-    "triton, general row": DECODE_GENERAL_READS,
-}
-"""The tensors of a decoding call that each backend reads."""
+from lineate.torch_ops.tracing import in_memory, is_virtual, transformed
 
 
 def decode(
@@ -65,6 +51,7 @@ def decode(
     lower_bound: float | None = None,
     rounding: str = NEAREST,
     seeds: Tensor | None = None,
+    ring: Ring | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Run t >= 1 tokens a row through the memory, write the new memory into `state`, return the output `b t hv v`.
@@ -112,6 +99,9 @@ def decode(
             that its mean is exact and changes below half a unit in the last place are not lost.
         seeds: `rows`, int, for stochastic rounding: token i of row r takes the random numbers of seeds[r] + i. The same
             seeds give the same bits. A position in the sequence is a good seed; on the device it serves a CUDA graph.
+        ring: where tokens wait until the state is written, at every n-th token alone, so that a step moves .6 of the
+            bytes; see lineate.Ring. It takes one token a row, slots without start_slots, and the five rules with one
+            key a token. A bfloat16 state is then rounded when it is written, and seeds of other tokens are not used.
         backend: "auto", "torch" or "triton": one launch that reads and writes the state once.
 
     Returns:
@@ -122,19 +112,9 @@ def decode(
         state=state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias,
     )  # fmt: skip
     request = DecodeRequest(scale, normalize_qk, raw_gates, beta_scale, lower_bound, rounding, backend)
+    if ring is not None:
+        return decode_with_ring(None, inputs, Slots(slots, start_slots, seeds), request, ring)
     return decode_inputs(None, inputs, Slots(slots, start_slots, seeds), request)
-
-
-class DecodeRequest(NamedTuple):
-    """The options that the caller of `decode` passes, before they are checked."""
-
-    scale: float | None = None
-    normalize_qk: bool = False
-    raw_gates: bool | str = False
-    beta_scale: float = 1.0
-    lower_bound: float | None = None
-    rounding: str = NEAREST
-    backend: str = "auto"
 
 
 def decode_inputs(rule: Rule | None, inputs: Inputs, where: Slots, request: DecodeRequest) -> Tensor:
@@ -149,10 +129,10 @@ def decode_inputs(rule: Rule | None, inputs: Inputs, where: Slots, request: Deco
     known: tuple[str, Options] | None = None if signature is None else PLANS.get(signature)
     if known is None:
         checks.check_which_raw(request.raw_gates)
-        one = _in_one_dtype(inputs, request.raw_gates in (True, "log_decay"))
+        one = one_dtype(inputs, request.raw_gates in (True, "log_decay"))
         if one is not inputs:
             return decode_inputs(rule, one, where, request).to(inputs.v.dtype)
-        known = _check_and_choose(rule, inputs, where, request)
+        known = check_and_choose(rule, inputs, where, request)
         if signature is not None:
             PLANS.put(signature, known)
     chosen, options = known
@@ -166,23 +146,6 @@ def decode_inputs(rule: Rule | None, inputs: Inputs, where: Slots, request: Deco
     # An op costs microseconds; only compilers, dispatch modes and tensor subclasses need one.
     output: Tensor = _decode_op(*_FLAT.flatten(inputs, options, where), chosen)
     return output
-
-
-def _in_one_dtype(inputs: Inputs, raw_decay: bool) -> Inputs:
-    """Return the inputs with q, k and v in one dtype, one log_decay a token, and dt_bias `hv k`; not converted ones."""
-    plain = inputs.replace(state=None)  # it is written, so it is not converted
-    one = in_one_dtype(plain if raw_decay else spread_decay(plain))
-    bias = _unflat(inputs.dt_bias, inputs.log_decay)
-    if one is plain and bias is inputs.dt_bias:
-        return inputs
-    return one.replace(state=inputs.state, dt_bias=bias)
-
-
-def _unflat(dt_bias: Tensor | None, gate: Tensor | None) -> Tensor | None:
-    """Return a bias `hv * k` of a gate per channel as `hv k`; others unchanged, for the checks."""
-    if not isinstance(dt_bias, Tensor) or not isinstance(gate, Tensor) or gate.dim() != 4 or gate.shape[3] == 1:
-        return dt_bias
-    return dt_bias.view(gate.shape[2:]) if dt_bias.shape == (gate.shape[2:].numel(),) else dt_bias
 
 
 def _decode(inputs: Inputs, options: Options, where: Slots, backend: str) -> Tensor:
@@ -201,7 +164,7 @@ def _decode(inputs: Inputs, options: Options, where: Slots, backend: str) -> Ten
     from lineate.kernels import pipeline  # triton, at its first use
 
     if q.device.type == "cpu":  # the interpreter
-        log_decay, rate = _activated(inputs, options, torch.float32)
+        log_decay, rate = activated(inputs, options, torch.float32)
         if options.rule.general:
             watch_erasing(inputs.replace(log_decay=log_decay, beta=rate), options)
         elif options.corrects:
@@ -275,15 +238,15 @@ def _advance(inputs: Inputs, options: Options, dtype: torch.dtype) -> Advance:
     """Return a step of a rule with one key."""
     q, k, v = inputs.q, inputs.k, inputs.v
     group = v.shape[2] // q.shape[2]
-    log_decay, beta = _activated(inputs, options, dtype)
+    log_decay, beta = activated(inputs, options, dtype)
     if options.corrects:
         watch_writes(k, beta, options.normalize_qk)  # before the state is written
     q, k = q.to(dtype), k.to(dtype)
     if options.normalize_qk:
         q, k = normalize(q), normalize(k)
     q, k = ((options.scale * q).repeat_interleave(group, dim=2), k.repeat_interleave(group, dim=2))  # b t hv k
-    decay = None if log_decay is None else _at_least_4d(log_decay.exp())  # b t hv 1|k
-    beta = None if beta is None else _at_least_4d(beta)  # b t hv 1|v
+    decay = None if log_decay is None else at_least_4d(log_decay.exp())  # b t hv 1|k
+    beta = None if beta is None else at_least_4d(beta)  # b t hv 1|v
 
     def advance(own: Tensor, batch: slice, i: int) -> tuple[Tensor, Tensor]:
         return step(
@@ -301,7 +264,7 @@ def _advance(inputs: Inputs, options: Options, dtype: torch.dtype) -> Advance:
 
 def _advance_general(inputs: Inputs, options: Options, dtype: torch.dtype) -> Advance:
     """Return a step of the general row: all writes of one token."""
-    log_decay, beta = _activated(inputs, options, dtype)
+    log_decay, beta = activated(inputs, options, dtype)
     inputs = inputs.replace(log_decay=log_decay, beta=beta)
     watch_erasing(inputs, options)
     row: GeneralRow = general_row(inputs, options)
@@ -316,93 +279,7 @@ def _advance_general(inputs: Inputs, options: Options, dtype: torch.dtype) -> Ad
     return advance
 
 
-def _activated(inputs: Inputs, options: Options, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Return log_decay and beta, from raw gates where they are."""
-    log_decay, beta = activate(
-        inputs.log_decay, inputs.beta, inputs.A_log, inputs.dt_bias, options.beta_scale, dtype, options.lower_bound,
-        options.raw_gates,
-    )  # fmt: skip
-    return tuple(None if x is None else x.to(dtype) for x in (log_decay, beta))  # type: ignore[return-value]
-
-
 def _write(state: Tensor, slots: Tensor, own: Tensor, idle: Tensor | None) -> None:
     """Set state[slots] = own where the row is not idle and the slot is not negative."""
     kept = slots >= 0 if idle is None else (slots >= 0) & ~idle
     state[slots[kept].long()] = own[kept].to(state.dtype)
-
-
-def _at_least_4d(x: Tensor) -> Tensor:
-    return x if x.dim() == 4 else x.unsqueeze(-1)
-
-
-def _check_and_choose(rule: Rule | None, inputs: Inputs, where: Slots, request: DecodeRequest) -> tuple[str, Options]:
-    """Check everything about one call except values; return 'torch' or 'triton', and the options."""
-    if rule is not None:
-        check_row(rule)
-    q, v, state, cu_seqlens = inputs.q, inputs.v, inputs.state, inputs.cu_seqlens
-    scale, normalize_qk, raw_gates, beta_scale, lower_bound, rounding, backend = request
-    checks.check_choice("backend", backend, BACKENDS)
-    checks.check_choice("rounding", rounding, ROUNDINGS)
-    checks.check_scale(scale)
-    checks.check_flag("normalize_qk", normalize_qk)
-    for name in inputs.gates():
-        if not isinstance(gate := getattr(inputs, name), Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(gate).__name__}")
-    rule = select_rule(inputs) if rule is None else rule
-    checks.check_inputs(rule, inputs)
-    checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
-    checks.check_device("cu_seqlens", cu_seqlens, q)
-    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    check_slots(where.slots, where.start_slots, rows, q, packed=cu_seqlens is not None)
-    check_decode_state(state, q, v, rows, pooled=where.slots is not None)
-    assert state is not None
-    check_seeds(where.seeds, rows, q, state, stochastic=rounding == STOCHASTIC)
-    checks.check_decode_gates(inputs, beta_scale, lower_bound, raw_gates)
-    for name in inputs.DIFFERENTIABLE:
-        if needs_grad(getattr(inputs, name)):
-            raise ValueError(
-                f"{name} must not require grad: decode writes into state and has no gradients; "
-                "call it under torch.no_grad(), or train with the ops, such as lineate.gated_delta_rule"
-            )
-    scale = resolve_scale(scale, q.shape[-1])
-    bound = None if lower_bound is None else float(lower_bound)
-    raw_decay, raw_beta = raw_gates in (True, "log_decay"), raw_gates in (True, "beta")
-    options = Options(rule, scale, normalize_qk, 64, float(beta_scale), raw_decay, raw_beta, bound)
-    inputs.refuse_unread(READS["torch"], "decode")
-    if backend == "torch" or (backend == "auto" and q.device.type != "cuda"):
-        return "torch", options
-    obstacle = _obstacle(rule, inputs, state)
-    if obstacle is None:
-        return "triton", options
-    if backend == "triton":
-        raise ValueError(f"backend='triton' cannot serve this call: {obstacle}; use backend='torch'")
-    return "torch", options
-
-
-def _obstacle(rule: Rule, inputs: Inputs, state: Tensor) -> str | None:
-    """Return the feature of this call that the kernel does not support, or None."""
-    q = inputs.q
-    if rule.general and rule not in GENERAL_RULES:
-        return f"the kernel has no {rule.name}"
-    reads = READS["triton, general row" if rule.general else "triton"]
-    if unread := [name for name in inputs.given() if name not in reads]:
-        return f"it does not read {', '.join(unread)}"
-    if q.device.type != "cuda" and not (q.device.type == "cpu" and interpreted()):
-        return f"it needs CUDA tensors, got {q.device.type}"
-    if q.dtype == torch.float64:
-        return "it computes in float32, got float64 inputs"
-    key_dim, value_dim = state.shape[-2:]
-    if max(key_dim, value_dim) > TRITON_WIDTH:
-        return f"it takes k and v up to {TRITON_WIDTH}, got k = {key_dim} and v = {value_dim}"
-    if rule.writes and inputs.k.shape[2] > DECODE_WRITES:
-        return f"it takes up to {DECODE_WRITES} writes a token, got {inputs.k.shape[2]}"
-    if transformed():
-        return TRANSFORMED
-    if (key_dim > 1 and state.stride(-2) != value_dim) or (value_dim > 1 and state.stride(-1) != 1):
-        return f"it needs the [k, v] of each head of the state contiguous, got strides {tuple(state.stride())}"
-    return _no_triton()
-
-
-@constant_in_graphs
-def _no_triton() -> str | None:
-    return "triton is not installed" if importlib.util.find_spec("triton") is None else None

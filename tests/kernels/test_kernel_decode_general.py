@@ -15,7 +15,8 @@ import lineate
 from lineate.call import Inputs, Request, Slots
 from lineate.dispatch import Facts, resolve
 from lineate.kernels import DECODE_WRITES
-from lineate.ops.decoding import DecodeRequest, decode_inputs
+from lineate.ops.decode_calls import DecodeRequest
+from lineate.ops.decoding import decode_inputs
 from lineate.rule import DIAGONAL_PLUS_LOW_RANK, GATED_DELTA_2, GATED_DELTA_PRODUCT, Rule, activate
 from tests.support.cases import Result, Shape, assert_same_bits, bounds, oracle, same_bits
 from tests.support.general_cases import CASES, IDS, assert_in_budget, call, drawn, narrow, row

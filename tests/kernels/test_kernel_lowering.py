@@ -102,6 +102,16 @@ def steps() -> Iterator[Case]:
         gates, state, slots = next(turns)
         gates = gates if "raw" in GATES[row] else "given"
         yield Case(90, "decode", dict(dtype=dtype, row=row, gates=gates, state=state, slots=slots, t=2))
+    rings = cycle(
+        product(("bfloat16", "float32"), ("raw", "given", "bounded"), (True, False), ("128", "60", "64"), (8, 1, 16))
+    )
+    for i, ((_, dtype), row) in enumerate(product(GPUS[1:4], GATES)):
+        state, gates, slots, size, every = next(rings)
+        for _ in range(i % 7 + 30):  # through the product in large steps
+            next(rings)
+        gates = gates if "raw" in GATES[row] else "given"
+        options = dict(dtype=dtype, row=row, gates=gates, state=state, slots=slots, every=every, size=size)
+        yield Case(90, "decode_ring", options | dict(overlap=i % 2 > 0))
     for i, (row, decay, writes) in enumerate(GENERAL_STEPS):
         state, slots = ("float32", "bfloat16")[i % 2], ("rows", "tokens", "none")[i % 3]
         options = dict(row=row, decay=decay, writes=writes, raw=i % 4 > 1, size=("grouped", "60")[i % 2])

@@ -9,7 +9,7 @@ import lineate
 from lineate import dispatch
 from lineate.call import Inputs, Request
 from lineate.dispatch import check_and_resolve
-from lineate.ops import decoding
+from lineate.ops import decode_calls
 from lineate.plans import PLANS, RecentlyUsed, forget
 from lineate.rule import GATED_DELTA
 
@@ -98,7 +98,7 @@ def test_ops_after_many_signatures(monkeypatch, few_plans):
 
 @pytest.mark.cover
 def test_decode_after_many_signatures(monkeypatch, few_plans):
-    calls = checked(monkeypatch, decoding, "resolve_scale")
+    calls = checked(monkeypatch, decode_calls, "resolve_scale")
     x, state = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)
     for n in range(1, COUNT + 1):
         for scale in (float(n), 1.0):

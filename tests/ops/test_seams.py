@@ -23,7 +23,8 @@ from lineate.forms.packing import run_chunked, run_packed
 from lineate.layers import LinearMixer, Memory
 from lineate.layers import mixer as mixers
 from lineate.layers.trail import trail
-from lineate.ops import decoding, raw_gates, rules
+from lineate.ops import decode_calls, decoding, raw_gates, rules
+from lineate.ops.decode_calls import DecodeRequest
 from lineate.parallel.context.carry import run_rule
 from lineate.parallel.context.segments import Context, Segment, Told
 from lineate.rule import GATED_DELTA, GATED_LINEAR, Rule
@@ -211,11 +212,11 @@ def test_raw_gates(monkeypatch):
 @pytest.mark.parametrize("change", [lambda x: x, lambda x: x.replace(q=x.q.bfloat16())], ids=["plain", "mixed dtypes"])
 def test_decode_refuses_it(change, monkeypatch):
     with pytest.raises(ValueError, match="gates must be those of a rule, got log_decay, beta, dummy"):
-        decoding.decode_inputs(None, change(drawn()), Slots(), decoding.DecodeRequest())
-    monkeypatch.setattr(decoding, "select_rule", lambda inputs: GATED_DELTA)
+        decoding.decode_inputs(None, change(drawn()), Slots(), DecodeRequest())
+    monkeypatch.setattr(decode_calls, "select_rule", lambda inputs: GATED_DELTA)
     monkeypatch.setattr(checks, "check_inputs", lambda rule, inputs: None)
     with pytest.raises(ValueError, match="dummy must be None for decode"):
-        decoding.decode_inputs(None, change(drawn()), Slots(), decoding.DecodeRequest())
+        decoding.decode_inputs(None, change(drawn()), Slots(), DecodeRequest())
 
 
 # packing, and the torch ops

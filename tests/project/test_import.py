@@ -153,9 +153,9 @@ print(os.path.exists(os.environ["LINEATE_CACHE"]))
 def test_public_names():
     code = "import lineate; print(*sorted(lineate.__all__)); print(all(hasattr(lineate, x) for x in lineate.__all__))"
     assert python(code).splitlines() == [
-        "Attended AttendedStates KeyValueCache Plan UnstableMemoryWarning attend_keeping_states attention_matrix "
-        "decay_gate decode delta_rule diagonal_plus_low_rank explain fused_delta_rule gated_delta_product "
-        "gated_delta_rule gated_delta_rule_2 gated_linear_attention kimi_delta_attention linear_attention "
-        "rate_of_key softmax_attention",
+        "Attended AttendedStates KeyValueCache Plan Ring UnstableMemoryWarning attend_keeping_states "
+        "attention_matrix decay_gate decode delta_rule diagonal_plus_low_rank explain fused_delta_rule "
+        "gated_delta_product gated_delta_rule gated_delta_rule_2 gated_linear_attention kimi_delta_attention "
+        "linear_attention rate_of_key softmax_attention",
         "True",
     ]

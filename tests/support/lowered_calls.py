@@ -38,6 +38,7 @@ from lineate.memory.lact import lact, lact_state
 from lineate.memory.titans.op import titans, titans_state
 from lineate.memory.ttt import ttt
 from lineate.ops.decoding import decode as run_decode
+from lineate.ops.rings import Ring
 from lineate.quantised.format import FORMATS
 from lineate.rule import GATED_DELTA_2, GATED_DELTA_PRODUCT
 
@@ -190,6 +191,32 @@ def decode(row: str, dtype: str, state: str, gates: str, slots: str, t: int = 1,
         given |= {"A_log": empty(hv), "dt_bias": empty(hv, *channel)}
     where = memories(state, slots, b, t, (hv, k, v))
     run_decode(**given, **where, normalize_qk=gates == "raw", raw_gates=gates == "raw", backend="triton")
+
+
+def decode_ring(
+    row: str, dtype: str, state: str, gates: str, slots: bool, every: int, size: str, overlap: bool
+) -> None:
+    """Read a token into a ring, and fold it. gates: "given", "raw" or "bounded"; overlap: as in a step of a model."""
+    _, _, h, hv, k, v = SIZES[size]
+    b, channel = 3, (k,) if row in ("kimi_delta", "gated_linear_channel") else ()
+    given = {name: empty(b, 1, heads, width, dtype=dtype) for name, heads, width in (("q", h, k), ("k", h, k))}
+    given["v"] = empty(b, 1, hv, v, dtype=dtype)
+    if row not in ("linear", "delta"):
+        given["log_decay"] = empty(b, 1, hv, *channel, dtype=dtype)
+    if "delta" in row:
+        given["beta"] = empty(b, 1, hv, dtype=dtype)
+    raw: dict[str, Any] = {"raw_gates": gates != "given"}
+    if gates != "given":
+        raw |= {"A_log": empty(hv), "dt_bias": empty(hv, *channel), "lower_bound": -5.0 if gates == "bounded" else None}
+    pool = empty(7, hv, k, v, dtype=state)
+    ring = Ring(**given, **raw, state=pool, every=every, normalize_qk=True)
+    where: dict[str, Any] = {"slots": empty(b, dtype="int64")} if slots else {}
+    if not slots:
+        ring, pool = ring.first(b), pool[:b]
+    rounded = {"rounding": "stochastic", "seeds": empty(b, dtype="int64")} if state == "bfloat16" and slots else {}
+    with launching.overlapping() if overlap else nullcontext():
+        run_decode(**given, **raw, **where, **rounded, state=pool, normalize_qk=True, ring=ring, backend="triton")
+    ring.fold(where.get("slots"), seeds=rounded.get("seeds"))
 
 
 def decode_general(
@@ -457,5 +484,7 @@ def broken() -> None:
 
 CALLS = {
     f.__name__: f
-    for f in (rule, general, ahead, decode, decode_general, layer, step, quantised, experts, memory, broken)
+    for f in (
+        *(rule, general, ahead, decode, decode_ring, decode_general, layer, step, quantised, experts, memory, broken),
+    )
 }

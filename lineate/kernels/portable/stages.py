@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from lineate.call import Inputs, Options, Slots
+from lineate.call import Inputs, Options, RingTensors, Slots
 from lineate.kernels.call import Call, Gates
 from lineate.kernels.portable import launch_gradients, launch_scores, launch_second, launch_walks
 from lineate.kernels.portable.decode import decode
 from lineate.kernels.portable.decode_general import decode_general
+from lineate.kernels.portable.launch_ring import decode_ring
 from lineate.kernels.portable.split import CHAIN_WIDTH
 from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, InWalk, Piece, Prepared, RawGradients
 
@@ -157,3 +158,10 @@ class PortableStages:
     def decode(inputs: Inputs, slots: Slots, options: Options) -> Tensor:
         """Return the output `b t hv v` of a few tokens; inputs.state is updated in place."""
         return (decode_general if options.rule.general else decode)(inputs, slots, options)
+
+    @staticmethod
+    def decode_ring(
+        inputs: Inputs, slots: Slots, ring: RingTensors, options: Options, *, settled: bool = False
+    ) -> Tensor:
+        """Return the output `b 1 hv v` of one token a row, which goes into the ring, or with it into inputs.state."""
+        return decode_ring(inputs, slots, ring, options, settled=settled)
