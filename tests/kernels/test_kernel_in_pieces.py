@@ -1,5 +1,6 @@
 """Calls with decay per channel in pieces: the scores of one are computed while the walk over the one before runs."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -11,26 +12,17 @@ from tests.support.rule_kernels import CHANNEL_ROWS, CHUNK, on_gpu
 CHUNKWISE = {"form": "chunkwise", "backend": "triton"}
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [(60, 41), (1, 70, 30), (50, 50, 1)], ids=str)
-@pytest.mark.parametrize("row", CHANNEL_ROWS, ids=str)
-@pytest.mark.parametrize("heads", [2, 32])
-def test_pieces_have_the_bits_of_one(row, heads, lengths, monkeypatch):
-    """Output, state, states that are kept for the backward, wild rows in every piece, new calls and replayed ones."""
+@pytest.fixture
+def compare(monkeypatch):
+    """Return a function that compares a rule's results and gradients, bit for bit, as they are and after `change`.
+
+    Each side is computed four times, in new calls and replayed ones, with and without states kept for the backward.
+    """
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernels are for compute capability 9.0")
-    launches = pytest.importorskip("lineate.kernels.hopper.launch_scores")
     tape = pytest.importorskip("lineate.kernels.tape")
-    inputs = convert(draw(row, Shape(1, 101 * CHUNK - 7, heads, heads, 128, 128)), torch.bfloat16)
-    inputs["log_decay"][:, 700::1999] = -300.0
-    taken = []
 
-    def results(chosen: tuple[int, ...]) -> list[torch.Tensor]:
-        def pieces(call: object) -> list[int]:
-            taken.append(chosen)
-            return list(chosen)
-
-        monkeypatch.setattr(launches, "piece_lengths", pieces)
+    def results(row: object, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         tape.forget_tapes()
         found = []
         for _ in range(4):
@@ -44,9 +36,36 @@ def test_pieces_have_the_bits_of_one(row, heads, lengths, monkeypatch):
             assert all(map(same_bits, each, found[0]))
         return found[0]
 
-    for x, y in zip(results(lengths), results((101,)), strict=True):
-        assert same_bits(x, y)
-    assert {lengths, (101,)} <= set(taken)
+    def compare_bits(row: object, inputs: dict[str, torch.Tensor], change: Callable[[], None]) -> None:
+        expected = results(row, inputs)
+        change()
+        for x, y in zip(results(row, inputs), expected, strict=True):
+            assert same_bits(x, y)
+
+    return compare_bits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(60, 41), (1, 70, 30), (50, 50, 1)], ids=str)
+@pytest.mark.parametrize("row", CHANNEL_ROWS, ids=str)
+@pytest.mark.parametrize("heads", [2, 32])
+def test_pieces_have_the_bits_of_one(row, heads, lengths, monkeypatch, compare):
+    """There are wild rows in every piece."""
+    launches = pytest.importorskip("lineate.kernels.hopper.launch_scores")
+    inputs = convert(draw(row, Shape(1, 101 * CHUNK - 7, heads, heads, 128, 128)), torch.bfloat16)
+    inputs["log_decay"][:, 700::1999] = -300.0
+    taken = set()
+
+    def choose(chosen: tuple[int, ...]) -> None:
+        def pieces(call: object) -> list[int]:
+            taken.add(chosen)
+            return list(chosen)
+
+        monkeypatch.setattr(launches, "piece_lengths", pieces)
+
+    choose((101,))
+    compare(row, inputs, lambda: choose(lengths))
+    assert taken == {lengths, (101,)}
 
 
 def call(tokens: int, heads: int, **changes: object) -> SimpleNamespace:
