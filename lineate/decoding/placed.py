@@ -140,21 +140,21 @@ class DecodingInPlace:
         """Return a copy of the state after the given number of reads: all of them, which None means too."""
         assert reads is None or self.has(reads)
         self._settle()
-        self._fold()
         lengths = self._longest if self._even else self._lengths.clone()
-        return copied(self._memories, self._caches, self._longest, lengths)
+        return self._complete(copied(self._memories, self._caches, self._longest, lengths), slice(None))
 
     def row(self, row: int, reads: int) -> ModelState:
         """Return a copy of the state of one row, as `state` does."""
         assert self.has(reads)
-        self._fold()
         n = self._longest if self._even else int(self._lengths[row])
-        return copied(self._memories, self._caches, n, n, slice(row, row + 1))
+        rows = slice(row, row + 1)
+        return self._complete(copied(self._memories, self._caches, n, n, rows), rows)
 
-    def _fold(self) -> None:
-        """Write the tokens into the memories that they do not have yet."""
+    def _complete(self, state: ModelState, rows: slice) -> ModelState:
+        """Return a copy of some rows with the tokens that the memories do not have yet."""
         if self._rings is not None:
-            self._rings.fold()
+            self._rings.complete(state, rows)
+        return state
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -19,7 +19,7 @@ class MemoryRings:
 
         rings = MemoryRings(model, memories, lengths, every, format)
         state = rings.added_to(state, rows)        # the next call reads and extends them; then lengths grow by 1
-        rings.fold()                               # now the memories have all tokens
+        rings.complete(copy, slice(None))          # a copy of the memories gets all tokens
 
     Args:
         model: The model.
@@ -49,23 +49,22 @@ class MemoryRings:
         for n, ring in self.rings.items():
             own = layers[n]
             assert isinstance(own, Memory)
-            layers[n] = replace(own, ring=ring.first(rows))
+            layers[n] = replace(own, ring=ring.part(slice(rows)))
         return ModelState(tuple(layers), state.lengths)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def fold(self) -> None:
-        """Write all entries into the memories; nothing waits for the device."""
-        seeds = self._format.seeds(self._lengths - 1)  # of the last token
-        for ring in self.rings.values():
-            ring.write(None, seeds if ring.state.dtype is torch.bfloat16 else None)
-        self.folded.copy_(self._lengths)
+    def complete(self, copied: ModelState, rows: slice) -> None:
+        """Write all entries into a copy of the memories; the memories and the rings are unchanged, so later steps, too.
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors of the entries, and the lengths at the last folds."""
-        entries = (x for ring in self.rings.values() for x in ring.tensors.tensors[:3] if x is not None)
-        return [*entries, self.folded]
+        Args:
+            copied: The copy, as in_place.copied returns it; its memories are written.
+            rows: The rows that it has.
+        """
+        seeds = self._format.seeds(self._lengths[rows] - 1)  # of the last token
+        for n, ring in self.rings.items():
+            own = ring.part(rows, copied.layers[n]["memory"])
+            own.write(None, seeds if own.state.dtype is torch.bfloat16 else None)
 
 
 def mixers_with_rings(model: HybridLM) -> dict[int, LinearMixer]:

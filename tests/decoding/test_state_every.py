@@ -86,6 +86,21 @@ def test_greedy_tokens_and_the_state_between(kept):
 
 
 @torch.no_grad()
+def test_reading_a_state_changes_no_later_bit():
+    """Not even with bfloat16 memories that are rounded stochastically: copies get the tokens, memories do not."""
+    model = make("GKDA")
+    state, options = model(draw(2, 6)).state, {"state_dtype": "bfloat16", "state_rounding": "stochastic"}
+    alone, read = (Decoder(model, state, room=40, state_every=4, **options) for _ in range(2))
+    for t in range(11):
+        token = draw(2, 1, seed=t)
+        assert torch.equal(alone(token), read(token))
+        whole, row = read.state, read.row(1)
+        for n in mixers_with_rings(model):
+            assert torch.equal(whole.layers[n]["memory"][1:], row.layers[n]["memory"])
+    same(alone.state, read.state, 0)
+
+
+@torch.no_grad()
 def test_rows_are_kept_and_copied_with_their_tokens():
     """keep, copies and refresh write what is pending, and go on from there."""
     model = make("GKDA").double()

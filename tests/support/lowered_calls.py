@@ -212,7 +212,7 @@ def decode_ring(
     ring = Ring(**given, **raw, state=pool, every=every, normalize_qk=True)
     where: dict[str, Any] = {"slots": empty(b, dtype="int64")} if slots else {}
     if not slots:
-        ring, pool = ring.first(b), pool[:b]
+        ring, pool = ring.part(slice(b)), pool[:b]
     rounded = {"rounding": "stochastic", "seeds": empty(b, dtype="int64")} if state == "bfloat16" and slots else {}
     with launching.overlapping() if overlap else nullcontext():
         run_decode(**given, **raw, **where, **rounded, state=pool, normalize_qk=True, ring=ring, backend="triton")
