@@ -16,6 +16,7 @@ from lineate.checks import check_flag
 from lineate.decoding.native import NativeDecoding
 from lineate.decoding.placed import DecodingInPlace
 from lineate.decoding.prepared import PreparedStep, Verified, reads_rows
+from lineate.decoding.rings import check_state_every
 from lineate.layers.formats import StateFormat
 from lineate.models.checks import check_ids, check_state
 from lineate.models.hybrid import HybridLM
@@ -47,6 +48,8 @@ class Decoder:
         graph: Whether a GPU replays a graph; False launches the kernels of every step one by one, as for debugging.
         state_dtype: "bfloat16" keeps memories in half the bytes, where a layer's can be; None: as the state has them.
         state_rounding: How bfloat16 memories are rounded: "nearest", or "stochastic" with positions as seeds.
+        state_every: Write memories at every n-th token alone, 2 .. 16, where a layer's can be (lineate.Ring); 8 moves
+            .6 of the bytes. It pays with many rows on a GPU. On a CPU steps then run in torch. None: at every token.
         debug: Whether every call checks that the model is as it was prepared, and raises if it is not.
     """
 
@@ -59,6 +62,7 @@ class Decoder:
         graph: bool = True,
         state_dtype: str | torch.dtype | None = None,
         state_rounding: str = NEAREST,
+        state_every: int | None = None,
         debug: bool = False,
     ) -> None:
         if not isinstance(state, ModelState):
@@ -79,6 +83,11 @@ class Decoder:
         self._room, self._graph, self._debug = room, graph, debug
         device = model.device.type
         self._autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        self._every = check_state_every(state_every)
+        if self._every is not None and self._autocast[0]:
+            raise ValueError(
+                f"state_every must be None under autocast, got {state_every}; convert the model, as by model.bfloat16()"
+            )
         self.kept: list[int] = list(range(self.rows))
         """The rows that are left, by their numbers in the state that the decoder began with."""
         self._prepare(state, 0)
@@ -106,12 +115,14 @@ class Decoder:
         self._weights, self._verified, self._steps, self.rows = weights, verified, steps, state.rows
 
     def _made(self, state: ModelState, reads: int) -> NativeDecoding | DecodingInPlace:
-        step = PreparedStep.of(self.model)
+        step = None if self._every is not None else PreparedStep.of(self.model)
         if step is not None and step.computes_all and reads_rows(state.rows, self._format):
             native = NativeDecoding(step.plan, state, self._room, self._format, reads)
             if native.fits:
                 return native
-        return DecodingInPlace(self.model, state, self._room, self._format, self._autocast, self._graph, step, reads)
+        return DecodingInPlace(
+            self.model, state, self._room, self._format, self._autocast, self._graph, step, reads, self._every
+        )
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Read one token of every row. Where C computes the model, a call that raises changes nothing.

@@ -6,6 +6,7 @@ from torch import Tensor
 from lineate.decoding import in_place
 from lineate.decoding.in_place import copied, round_up
 from lineate.decoding.prepared import PreparedStep
+from lineate.decoding.rings import MemoryRings
 from lineate.decoding.rows import RowSteps, RowTensors
 from lineate.layers import Memory
 from lineate.layers.formats import StateFormat
@@ -25,6 +26,7 @@ class DecodingInPlace:
         graph: Whether a GPU replays a graph.
         prepared: The step of a model of which C computes a part.
         reads: How many tokens were read before.
+        every: The tokens after which memories are written; None: at every token.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class DecodingInPlace:
         graph: bool,
         prepared: PreparedStep | None,
         reads: int,
+        every: int | None = None,
     ) -> None:
         self.model, self.rows, self._format, self._autocast = model, state.rows, format, autocast
         self._done: tuple[int, Tensor | None] = reads, None
@@ -58,7 +61,11 @@ class DecodingInPlace:
                 self._memories[n] = {name: x.copy_(layer[name]) for name, x in kept.items()}
             else:
                 self._caches[n] = {name: layer[name][:, : self._longest].to(device) for name in layer.names}
-        self._graphed, self._prepared = graph, prepared
+        self._graphed, self._prepared = graph, prepared if every is None else None  # C writes memories at every token
+        self._rings = None
+        if every is not None:
+            with torch.inference_mode(False):
+                self._rings = MemoryRings(model, self._memories, self._lengths, every, format)
         self._grow(room)
 
     def read(self, ids: Tensor) -> Tensor:
@@ -134,13 +141,20 @@ class DecodingInPlace:
         assert reads is None or self.has(reads)
         self._settle()
         lengths = self._longest if self._even else self._lengths.clone()
-        return copied(self._memories, self._caches, self._longest, lengths)
+        return self._complete(copied(self._memories, self._caches, self._longest, lengths), slice(None))
 
     def row(self, row: int, reads: int) -> ModelState:
         """Return a copy of the state of one row, as `state` does."""
         assert self.has(reads)
         n = self._longest if self._even else int(self._lengths[row])
-        return copied(self._memories, self._caches, n, n, slice(row, row + 1))
+        rows = slice(row, row + 1)
+        return self._complete(copied(self._memories, self._caches, n, n, rows), rows)
+
+    def _complete(self, state: ModelState, rows: slice) -> ModelState:
+        """Return a copy of some rows with the tokens that the memories do not have yet."""
+        if self._rings is not None:
+            self._rings.complete(state, rows)
+        return state
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -153,7 +167,7 @@ class DecodingInPlace:
             for name, old in own.items():  # zeros, since masked entries must be finite
                 caches[n][name] = new = old.new_zeros(self.rows, capacity, *old.shape[2:])
                 new[:, : self._longest] = old[:, : self._longest]
-        tensors = RowTensors(self._memories, caches, self._lengths, capacity, self._format)
+        tensors = RowTensors(self._memories, caches, self._lengths, capacity, self._format, self._rings)
         steps = RowSteps(self.model, tensors, self._graphed, self._autocast, most_graphs=1)
         steps.runs.fill_(1)
         steps.prepare(self.rows, self._longest)

@@ -25,6 +25,7 @@ from lineate.decoding.in_place import (
     state_in_place,
     write_back,
 )  # fmt: skip
+from lineate.decoding.rings import MemoryRings
 from lineate.layers.formats import AS_COMPUTED, StateFormat
 from lineate.layers.projection import runs_own_forward
 from lineate.layers.registry import kind_of
@@ -71,6 +72,7 @@ class RowTensors(NamedTuple):
         lengths: The tokens of each row, `rows`.
         capacity: The most tokens that a row can have.
         format: The format of the memories.
+        rings: The tokens that the memories do not have yet; None: they are written at every token.
     """
 
     memories: Tensors
@@ -78,6 +80,7 @@ class RowTensors(NamedTuple):
     lengths: Tensor
     capacity: int
     format: StateFormat = AS_COMPUTED
+    rings: MemoryRings | None = None
 
     def first(self, rows: int) -> tuple[dict[int, dict[str, Tensor]], dict[int, dict[str, Tensor]]]:
         """Return the first rows of memories and caches."""
@@ -277,6 +280,8 @@ class RowSteps:
         memories, caches = self._given.first(rows)
         lengths = self._lengths[:rows]
         state = state_in_place(memories, caches, window, lengths, format=self._given.format)
+        if self._given.rings is not None:
+            state = self._given.rings.added_to(state, rows)
         read = read_in_place(self.model, self.ids[:rows], state, self._autocast)
         write_back(memories, read.state)
         lengths += self.runs[:rows]

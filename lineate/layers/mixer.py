@@ -30,6 +30,8 @@ from lineate.ops.decode_calls import DecodeRequest
 from lineate.ops.decoding import decode_inputs
 from lineate.ops.rates import rate_of_key
 from lineate.ops.raw_gates import activated, attend_raw
+from lineate.ops.ring_decoding import decode_with_ring
+from lineate.ops.rings import Ring, ring_of
 from lineate.ops.rounding import NEAREST, STOCHASTIC, round_memory
 from lineate.ops.rules import attend
 from lineate.parallel.context.carry import enter_convolution, run_rule
@@ -37,7 +39,7 @@ from lineate.parallel.context.segments import Bounds, Context, Segment, segment_
 from lineate.parallel.tensor.ranks import Ranks
 from lineate.parallel.tensor.shards import Cut, Part, linear_cuts
 from lineate.quantised.weight import QuantisedWeight
-from lineate.rule import Rule, compute_dtype, normalize
+from lineate.rule import ONE_KEY_RULES, Rule, compute_dtype, normalize
 
 PER_HEAD = ("heads", "key_heads", "writes")
 """The gates with a few columns for each head."""
@@ -233,6 +235,8 @@ class LinearMixer(nn.Module):
             cu_seqlens: where sequences packed into one row begin and end, `n_seqs + 1`.
         """
         check_call(self, x, state, cu_seqlens)
+        if state is not None and state.ring is not None:
+            return self._forward_with_ring(x, state)
         segment, packed = segment_of(self.context, x, cu_seqlens)
         q, k, v, gates, _, conv = self.enter(x, state, packed, segment)
         tensors = {} if conv is None else {"conv": conv}
@@ -248,6 +252,39 @@ class LinearMixer(nn.Module):
                 seeds = seeds + (x.shape[1] - 1)  # those of the last token
             (output, tensors["memory"]), z = self.attend_narrow(q, k, v, gates, memory, bounds, owned, seeds)
         return self.leave(output, z), Memory(tensors)
+
+    @property
+    def takes_ring(self) -> bool:
+        """Whether its memory may be written at every n-th token alone: it only runs a rule with one key."""
+        if not self.runs_rule_alone or type(self).forward is not LinearMixer.forward or self.context is not None:
+            return False
+        return self.rule in ONE_KEY_RULES
+
+    @torch.no_grad()
+    def ring(self, memory: Tensor, every: int, clock: tuple[Tensor, Tensor]) -> Ring:
+        """Return an empty ring of its memory `slots hv k v`, see lineate.Ring; only where takes_ring.
+
+        Args:
+            memory: The memories, which the ring stays bound to.
+            every: The tokens after which they are written.
+            clock: Counters `slots` of tokens, and of those at the last fold, which the caller advances.
+        """
+        x = torch.zeros(1, 1, self.in_proj.in_features, dtype=self.in_proj.weight.dtype, device=memory.device)
+        entered = self.enter(x)
+        inputs = self.rule_inputs(*entered[:4]).replace(state=memory)
+        raw = inputs.A_log is not None
+        kept = RawGates(raw, raw, lower_bound=self.gate_lower_bound if raw else None)
+        return ring_of(inputs, every, kept, raw or self.normalize_qk, clock, self.rule_of(inputs))
+
+    def _forward_with_ring(self, x: Tensor, state: Memory) -> tuple[Tensor, Memory]:
+        """Mix one token of every row, which goes into the ring of the memory, or with it into the memory."""
+        entered = self.enter(x, state)
+        memory = state["memory"]
+        seeds = state.seeds if memory.dtype is torch.bfloat16 else None
+        inputs = self.rule_inputs(*entered[:4])
+        output = self.read(self.decode(inputs, memory, Slots(seeds=seeds), state.ring), entered.v)
+        tensors = {} if entered.conv is None else {"conv": entered.conv}
+        return self.leave(output, self.output_gate(entered.gates)), Memory({**tensors, "memory": memory})
 
     def enter(
         self, x: Tensor, state: Memory | None = None, packed: Tensor | None = None, segment: Segment | None = None
@@ -356,8 +393,8 @@ class LinearMixer(nn.Module):
         (output, after), z = self.attend(q, k, v, gates, wide, bounds, bounds is None)
         return Attended(output, round_memory(after, seeds).to(memory.dtype)), z
 
-    def decode(self, inputs: Inputs, pool: Tensor, where: Slots) -> Tensor:
-        """Run the rule of `attend` on a few tokens with lineate.decode, which updates the pool in place."""
+    def decode(self, inputs: Inputs, pool: Tensor, where: Slots, ring: Ring | None = None) -> Tensor:
+        """Run the rule of `attend` on a few tokens with lineate.decode, which updates the pool or the ring in place."""
         raw = inputs.A_log is not None
         request = DecodeRequest(
             scale=self.scale,
@@ -367,7 +404,10 @@ class LinearMixer(nn.Module):
             lower_bound=self.gate_lower_bound if raw else None,
             rounding=NEAREST if where.seeds is None else STOCHASTIC,
         )
-        return decode_inputs(self.rule_of(inputs), inputs.replace(state=pool), where, request)
+        inputs, rule = inputs.replace(state=pool), self.rule_of(inputs)
+        if ring is not None:
+            return decode_with_ring(rule, inputs, where, request, ring)
+        return decode_inputs(rule, inputs, where, request)
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lineate.forms.sequences import locate
+from lineate.ops.rings import Ring
 
 Made = TypeVar("Made")
 
@@ -55,12 +56,14 @@ class Memory:
         into: tensors of the same shapes that only the caller has; a call may fill and return them instead of new ones.
         seeds: `rows`, int: the next token rounds a bfloat16 memory stochastically, as in lineate.decode; None: to the
             nearest.
+        ring: the tokens that "memory" does not have yet; the next call, of one token, reads and extends it.
     """
 
     tensors: Mapping[str, Tensor]
     owned: bool = False
     into: Mapping[str, Tensor] | None = None
     seeds: Tensor | None = None
+    ring: Ring | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

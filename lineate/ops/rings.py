@@ -150,13 +150,18 @@ class Ring:
             f"  {verdict}: the ring has {self.nbytes / self.tensors.tokens.shape[0] / 1024:,.1f} KiB a slot"
         )
 
-    def first(self, slots: int) -> "Ring":
-        """Return the ring of the first slots, in the same memory."""
+    def part(self, slots: slice, state: Tensor | None = None) -> "Ring":
+        """Return the ring of some slots, in the same memory.
+
+        Args:
+            slots: Which ones.
+            state: A copy of their states, to which the new ring belongs; None: the states themselves.
+        """
         own = self.tensors
-        cut = {name: x[:slots] for name in ("keys", "writes", "log_decay", "tokens", "folded")
+        cut = {name: x[slots] for name in ("keys", "writes", "log_decay", "tokens", "folded")
                if (x := getattr(own, name)) is not None}  # fmt: skip
-        tensors = own._replace(**cut)
-        return Ring.made(self.state[:slots], tensors, self.rule, self.raw_decay, self.lower_bound, self.counts)
+        state = self.state[slots] if state is None else state
+        return Ring.made(state, own._replace(**cut), self.rule, self.raw_decay, self.lower_bound, self.counts)
 
     @torch.no_grad()
     def fold(self, slots: Tensor | None = None, *, seeds: Tensor | None = None) -> None:

@@ -212,10 +212,14 @@ def decode_ring(
     ring = Ring(**given, **raw, state=pool, every=every, normalize_qk=True)
     where: dict[str, Any] = {"slots": empty(b, dtype="int64")} if slots else {}
     if not slots:
-        ring, pool = ring.first(b), pool[:b]
+        ring, pool = ring.part(slice(b)), pool[:b]
     rounded = {"rounding": "stochastic", "seeds": empty(b, dtype="int64")} if state == "bfloat16" and slots else {}
     with launching.overlapping() if overlap else nullcontext():
         run_decode(**given, **raw, **where, **rounded, state=pool, normalize_qk=True, ring=ring, backend="triton")
+        if overlap:  # as in a step of a model
+            inputs = Inputs(**given, state=pool, A_log=raw.get("A_log"), dt_bias=raw.get("dt_bias"))
+            options = Options(ring.rule, 1.0, True, raw_decay=gates != "given", raw_beta="delta" in row)
+            pipeline.decode_ring(inputs, Slots(where.get("slots")), ring.tensors, options, settled=True)
     ring.fold(where.get("slots"), seeds=rounded.get("seeds"))
 
 

@@ -33,6 +33,7 @@ from lineate.layers.softmax import reads_own_length
 from lineate.layers.state import CacheInPlace, LayerState, Memory
 from lineate.layers.step.spec import StepSpec
 from lineate.layers.step.supported_modules import KNOWN
+from lineate.ops.rings import Ring
 from lineate.quantised import QuantisedWeight
 from lineate.torch_ops.tracing import PLAIN_TENSORS, is_eager
 
@@ -133,6 +134,8 @@ def _linear_step(
     from lineate.kernels.layers import token  # triton, at its first use
 
     memory, conv = state["memory"], mixer.conv
+    if state.ring is not None and not _serves_ring(mixer, spec, state.ring):
+        return None
     if not _serves_mixer(norm, mixer, spec) or not token.serves_memory(memory):
         return None
     if conv is not None and not state["conv"].is_contiguous():
@@ -153,8 +156,13 @@ def _linear_step(
         A_log=_parameter(mixer, "A_log") if biased else None,
         dt_bias=_parameter(mixer, "dt_bias") if biased else None,
     )  # fmt: skip
-    output = _mix(mixer, spec, inputs, raw["gate"], state.seeds)
+    output = _mix(mixer, spec, inputs, raw["gate"], state)
     return output[:, 0], Memory(state.tensors)
+
+
+def _serves_ring(mixer: LinearMixer, spec: StepSpec, ring: Ring) -> bool:
+    """Whether the gates of a step are those that the ring was made for (LinearMixer.ring)."""
+    return spec.decay_gate == "speed" and not spec.rule.general and mixer.rate == "beta" and ring.rule is spec.rule
 
 
 def _raw_gates(mixer: LinearMixer, spec: StepSpec, raw: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -209,16 +217,22 @@ def _serves_mixer(norm: RMSNorm, mixer: LinearMixer, spec: StepSpec) -> bool:
     return own.groups > 0 and len(own.weight) // own.groups <= WIDEST_GROUP
 
 
-def _mix(mixer: LinearMixer, spec: StepSpec, inputs: Inputs, z: Tensor, seeds: Tensor | None) -> Tensor:
-    """Return norm(o + D v) act(z) of one token a row, `rows 1 hv*v`; the memory is overwritten."""
+def _mix(mixer: LinearMixer, spec: StepSpec, inputs: Inputs, z: Tensor, state: Memory) -> Tensor:
+    """Return norm(o + D v) act(z) of one token a row, `rows 1 hv*v`; the memory or its ring is overwritten."""
     from lineate.kernels.layers import token  # triton, at its first use
     from lineate.kernels.portable.decode import decode
+    from lineate.kernels.portable.launch_ring import decode_ring
 
+    seeds = state.seeds
     own, scale = mixer.norm, mixer.key_dim**-0.5 if mixer.scale is None else mixer.scale
     options = Options(
         spec.rule, scale, True, beta_scale=mixer.beta_scale, raw_decay=True, raw_beta=True,
         lower_bound=mixer.gate_lower_bound,
     )  # fmt: skip
+    if state.ring is not None:
+        where = Slots(seeds=seeds if state["memory"].dtype is torch.bfloat16 else None)
+        output = decode_ring(inputs, where, state.ring.tensors, options, settled=True)
+        return own(output, z.unflatten(-1, (mixer.value_heads, mixer.value_dim))).flatten(2)
     if spec.rule.general:
         return _mix_general(mixer, inputs, options, z, Slots(seeds=seeds))
     if len(inputs.q) > token.FEW_ROWS and spec.decay_gate == "speed":

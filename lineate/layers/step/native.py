@@ -160,7 +160,9 @@ def bind(part: Part, recorded: Recorded, state: LayerState, shared: dict[Hashabl
 def _bind_memory(part: Part, recorded: Recorded, state: Memory, shared: dict[Hashable, Any]) -> Memory | None:
     rows, heads, given = shared["rows"], part.heads * part.shared, state.tensors
     memory, columns = given.get("memory"), part.value_dim + part.divides
-    if memory is None or memory.shape != (rows, heads, part.key_dim, columns) or state.seeds is not None:
+    if memory is None or memory.shape != (rows, heads, part.key_dim, columns):
+        return None
+    if state.seeds is not None or state.ring is not None:
         return None
     assert isinstance(recorded.mixer, LinearMixer)
     if not _is_dense(memory, 3, KEPT if recorded.mixer.narrows else KEPT[:1]):
