@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lineate.checks import check_flag
+from lineate.decoding.invariant import check_invariant
 from lineate.decoding.native import NativeDecoding
 from lineate.decoding.placed import DecodingInPlace
 from lineate.decoding.prepared import PreparedStep, Verified, reads_rows
@@ -48,6 +49,9 @@ class Decoder:
         state_dtype: "bfloat16" keeps memories in half the bytes, where a layer's can be; None: as the state has them.
         state_rounding: How bfloat16 memories are rounded: "nearest", or "stochastic" with positions as seeds.
         debug: Whether every call checks that the model is as it was prepared, and raises if it is not.
+        batch_invariant: Whether a row has the same logits, to the bit, whatever other rows the decoder has, and at
+            whatever index. Parts of a model that have no kernels for this make all rows run one by one
+            (`rows_together`). See docs/generate.md for what is covered.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Decoder:
         state_dtype: str | torch.dtype | None = None,
         state_rounding: str = NEAREST,
         debug: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         if not isinstance(state, ModelState):
             raise TypeError(f"state must be a ModelState, got {type(state).__name__}; pass LMOutput.state of a prefill")
@@ -70,8 +75,12 @@ class Decoder:
             raise ValueError(f"room must be an int of at least 1, the tokens to make room for, got {room!r}")
         check_flag("graph", graph)
         check_flag("debug", debug)
+        check_flag("batch_invariant", batch_invariant)
         if model.context is not None:
             raise ValueError("model must not be under context parallelism to decode; use a copy on one device")
+        if batch_invariant:
+            check_invariant(model)
+        self.batch_invariant = batch_invariant
         self._format = StateFormat.of(state_dtype, state_rounding)
         if state_dtype is not None:
             state = model.convert_state(state, state_dtype)
@@ -111,7 +120,9 @@ class Decoder:
             native = NativeDecoding(step.plan, state, self._room, self._format, reads)
             if native.fits:
                 return native
-        return DecodingInPlace(self.model, state, self._room, self._format, self._autocast, self._graph, step, reads)
+        return DecodingInPlace(
+            self.model, state, self._room, self._format, self._autocast, self._graph, step, reads, self.batch_invariant
+        )
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Read one token of every row. Where C computes the model, a call that raises changes nothing.
@@ -156,6 +167,11 @@ class Decoder:
     def computes_all(self) -> bool:
         """Whether C computes the logits from the ids, so that no module is called."""
         return isinstance(self._steps, NativeDecoding)
+
+    @property
+    def rows_together(self) -> int:
+        """How many rows a step computes together: all of them, unless batch_invariant needs smaller groups."""
+        return self._steps.together if isinstance(self._steps, DecodingInPlace) else self.rows
 
     @property
     def reads(self) -> int:

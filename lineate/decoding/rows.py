@@ -23,8 +23,10 @@ from lineate.decoding.in_place import (
     read_in_place,
     round_up,
     state_in_place,
+    try_out,
     write_back,
 )  # fmt: skip
+from lineate.decoding.invariant import read_in_groups, rows_together
 from lineate.layers.formats import AS_COMPUTED, StateFormat
 from lineate.layers.projection import runs_own_forward
 from lineate.layers.registry import kind_of
@@ -32,6 +34,7 @@ from lineate.layers.softmax import reads_own_length
 from lineate.layers.step.supported_modules import are_unchanged
 from lineate.models import HybridLM, ModelState
 from lineate.models.trail import ModelTrail
+from lineate.torch_ops.invariance import NotInvariant
 
 MOST_GRAPHS = 48
 """The most steps of a pool of rows whose graphs are kept at a time."""
@@ -110,6 +113,7 @@ class RowSteps:
         graphed: Whether to record graphs on a GPU; False where the model is known to be one that cannot be recorded.
         autocast: Whether autocast is enabled, and its dtype.
         most_graphs: The most steps whose graphs are kept at a time.
+        invariant: Whether a row's bits may not depend on the other rows (decoding/invariant.py).
     """
 
     def __init__(
@@ -119,8 +123,13 @@ class RowSteps:
         graphed: bool = True,
         autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16),
         most_graphs: int = MOST_GRAPHS,
+        invariant: bool = False,
     ) -> None:
         on_gpu = tensors.lengths.is_cuda
+        self.invariant = invariant
+        self.together: int | None = rows_together(model) if invariant else None
+        """The rows that run together in an invariant step; None: all."""
+        self._tried = not (invariant and on_gpu)  # whether it is known that the step has invariant kernels
         self.model, self.graphed = model, graphed and on_gpu and model.ranks is None  # sums over ranks are not recorded
         self._autocast, self._most = autocast, most_graphs
         self._given, self._lengths = tensors, tensors.lengths
@@ -153,6 +162,8 @@ class RowSteps:
         """
         running = len(ids)
         self.ids[:running] = ids
+        if not self._tried and not self.graphed:
+            self._try(running, self._window(longest + 1, 1))
         graph = self.prepare(running, longest)
         return self._read(running, self._window(longest + 1, 1)) if graph is None else graph.replay()
 
@@ -188,6 +199,7 @@ class RowSteps:
             ids: Tokens of each running row.
             longest: The tokens of the longest row.
         """
+        assert not self.invariant, "a speculative pass is not invariant"
         running, t = len(ids), 1 + (1 << max(ids.shape[1] - 2, 0).bit_length())
         if longest + t > self._given.capacity:
             return None
@@ -272,10 +284,24 @@ class RowSteps:
         """Return the tensors that a step changes; in the caches it writes only after the last token."""
         return [self._lengths, *(x for own in self._given.memories.values() for x in own.values())]
 
+    def _try(self, rows: int, window: int) -> None:
+        """Find out whether all parts of an invariant step have invariant kernels; if not, rows run one by one."""
+        try:
+            try_out(lambda: self._read(rows, window), self._changing())
+        except NotInvariant as reason:
+            logger.warning("rows of this model decode one by one, as batch_invariant needs: it has %s", reason)
+            self.together = 1
+        self._tried = True
+
     def _read(self, rows: int, window: int) -> tuple[Tensor, ...]:
         """Read self.ids with the first rows, some of which may not run; those keep their length of 0."""
         memories, caches = self._given.first(rows)
         lengths = self._lengths[:rows]
+        if self.invariant:
+            states = memories, caches, lengths
+            found = read_in_groups(self.model, self.ids[:rows], states, window, self._given.format, self.together)
+            lengths += self.runs[:rows]
+            return found
         state = state_in_place(memories, caches, window, lengths, format=self._given.format)
         read = read_in_place(self.model, self.ids[:rows], state, self._autocast)
         write_back(memories, read.state)
@@ -284,6 +310,8 @@ class RowSteps:
 
     def _record_step(self, rows: int, window: int) -> Graph:
         """Record a step of the first rows."""
+        if not self._tried:
+            self._try(rows, window)
         return capture(lambda: self._read(rows, window), self._changing(), self._lengths.device, self._memory)
 
     def _record_trail(self, rows: int, window: int, t: int) -> Trail:

@@ -123,6 +123,7 @@ def _engine(asked: ServeArguments, model: "HybridLM", job: "RankedJob | None") -
         most_guesses=asked.guesses,
         state_dtype=asked.state_dtype,
         state_rounding=asked.state_rounding,
+        batch_invariant=asked.batch_invariant,
     )
 
 
