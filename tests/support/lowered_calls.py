@@ -40,6 +40,7 @@ from lineate.memory.ttt import ttt
 from lineate.ops.decoding import decode as run_decode
 from lineate.quantised.format import FORMATS
 from lineate.rule import GATED_DELTA_2, GATED_DELTA_PRODUCT
+from tests.support.lowered_steps import whole_step
 
 SIZES = {
     "128": (2, 300, 4, 4, 128, 128),
@@ -457,5 +458,5 @@ def broken() -> None:
 
 CALLS = {
     f.__name__: f
-    for f in (rule, general, ahead, decode, decode_general, layer, step, quantised, experts, memory, broken)
+    for f in (rule, general, ahead, decode, decode_general, layer, step, quantised, experts, memory, broken, whole_step)
 }
