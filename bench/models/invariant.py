@@ -39,9 +39,7 @@ def config_of(hidden: int = 2048, layers: int = 24, vocab: int = 248320) -> Hybr
 
 
 @torch.no_grad()
-def measure(
-    model: HybridLM, states: ModelState, rows: Sequence[int], rounds: int, device: str
-) -> list[dict[str, Any]]:
+def measure(model: HybridLM, states: ModelState, rows: Sequence[int], rounds: int, device: str) -> list[dict[str, Any]]:
     """Return the ms of a step of these numbers of rows, without and with the option."""
     first: dict[bool, Tensor] = {}
     results = []

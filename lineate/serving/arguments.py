@@ -114,7 +114,6 @@ def settings_of(asked: ServeArguments) -> "Settings":
 
     sampling_of(asked)  # a wrong one is detected before a model is loaded
     StateFormat.of(asked.state_dtype, asked.state_rounding)
-    check_invariant_options(asked)
     hosts = allowed_hosts(asked.host, words_of(asked.allow_host))
     return Settings(read_keys(asked.api_key), words_of(asked.cors), hosts, limits_of(asked))
 

@@ -54,7 +54,7 @@ def application(
     own, model, tokenizer = load(asked, job)
     description = describe(
         model, tokenizer, name_of(asked), asked.context, asked.slots, own.pool.format, sampling_of(asked),
-        asked.random_weights,
+        asked.random_weights, asked.batch_invariant,
     )  # fmt: skip
     engine: Any = own
     if job is not None:

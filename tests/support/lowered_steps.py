@@ -25,7 +25,8 @@ CAPACITY = 500
 def config_of(pattern: str, hidden: int, kind: str, taps: int) -> HybridConfig:
     shared_gate = kind == "swiglu"
     return HybridConfig(
-        vocab_size=1000, hidden_size=hidden, n_layers=len(pattern), pattern=pattern, linear=LinearConfig(2, 4, 64, 64, conv_size=taps),
+        vocab_size=1000, hidden_size=hidden, n_layers=len(pattern), pattern=pattern,
+        linear=LinearConfig(2, 4, 64, 64, conv_size=taps),
         attention=AttentionConfig(4, 2, 64, rotary_dim=32), latent=LatentConfig(4, 64, 32, 32, 32),
         mamba=MambaConfig(4, 64, 64, groups=2), feed=FeedConfig(384, kind),
         experts=ExpertsConfig(8, 2, 128, shared_size=128, shared_gate=shared_gate, kind=kind), dense_layers=(0,),
