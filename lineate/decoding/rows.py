@@ -129,7 +129,8 @@ class RowSteps:
         self.invariant = invariant
         self.together: int | None = rows_together(model) if invariant else None
         """The rows that run together in an invariant step; None: all."""
-        self._tried = not (invariant and on_gpu)  # whether it is known that the step has invariant kernels
+        self.tried = not (invariant and on_gpu)
+        """Whether it is known if all parts of an invariant step have invariant kernels."""
         self.model, self.graphed = model, graphed and on_gpu and model.ranks is None  # sums over ranks are not recorded
         self._autocast, self._most = autocast, most_graphs
         self._given, self._lengths = tensors, tensors.lengths
@@ -162,9 +163,9 @@ class RowSteps:
         """
         running = len(ids)
         self.ids[:running] = ids
-        if not self._tried and not self.graphed:
-            self._try(running, self._window(longest + 1, 1))
         graph = self.prepare(running, longest)
+        if graph is None and not self.tried:
+            self._try(partial(try_out, partial(self._read, running, self._window(longest + 1, 1)), self._changing()))
         return self._read(running, self._window(longest + 1, 1)) if graph is None else graph.replay()
 
     def repeat(self, longest: int) -> tuple[Tensor, ...] | None:
@@ -284,14 +285,16 @@ class RowSteps:
         """Return the tensors that a step changes; in the caches it writes only after the last token."""
         return [self._lengths, *(x for own in self._given.memories.values() for x in own.values())]
 
-    def _try(self, rows: int, window: int) -> None:
-        """Find out whether all parts of an invariant step have invariant kernels; if not, rows run one by one."""
+    def _try(self, run: Callable[[], Step]) -> Step:
+        """Run an invariant step that is undone if it fails; if a part has no invariant kernels, rows run one by one."""
         try:
-            try_out(lambda: self._read(rows, window), self._changing())
+            made = run()
         except NotInvariant as reason:
             logger.warning("rows of this model decode one by one, as batch_invariant needs: it has %s", reason)
             self.together = 1
-        self._tried = True
+            made = run()
+        self.tried = True
+        return made
 
     def _read(self, rows: int, window: int) -> tuple[Tensor, ...]:
         """Read self.ids with the first rows, some of which may not run; those keep their length of 0."""
@@ -310,9 +313,11 @@ class RowSteps:
 
     def _record_step(self, rows: int, window: int) -> Graph:
         """Record a step of the first rows."""
-        if not self._tried:
-            self._try(rows, window)
-        return capture(lambda: self._read(rows, window), self._changing(), self._lengths.device, self._memory)
+
+        def record() -> Graph:
+            return capture(lambda: self._read(rows, window), self._changing(), self._lengths.device, self._memory)
+
+        return record() if self.tried else self._try(record)
 
     def _record_trail(self, rows: int, window: int, t: int) -> Trail:
         """Record how a trail of the first rows is read, and how its first self.counts tokens are accepted."""
