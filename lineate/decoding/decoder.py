@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lineate.checks import check_flag
+from lineate.decoding.invariant import check_invariant
 from lineate.decoding.native import NativeDecoding
 from lineate.decoding.placed import DecodingInPlace
 from lineate.decoding.prepared import PreparedStep, Verified, reads_rows
@@ -51,6 +52,9 @@ class Decoder:
         state_every: Write memories at every n-th token alone, 2 .. 16, where a layer's can be (lineate.Ring); 8 moves
             .6 of the bytes. It pays with many rows on a GPU. On a CPU steps then run in torch. None: at every token.
         debug: Whether every call checks that the model is as it was prepared, and raises if it is not.
+        batch_invariant: Whether a row has the same logits, to the bit, whatever other rows the decoder has, and at
+            whatever index. Parts of a model that have no kernels for this make all rows run one by one
+            (`rows_together`). See docs/generate.md for what is covered.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Decoder:
         state_rounding: str = NEAREST,
         state_every: int | None = None,
         debug: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         if not isinstance(state, ModelState):
             raise TypeError(f"state must be a ModelState, got {type(state).__name__}; pass LMOutput.state of a prefill")
@@ -74,8 +79,12 @@ class Decoder:
             raise ValueError(f"room must be an int of at least 1, the tokens to make room for, got {room!r}")
         check_flag("graph", graph)
         check_flag("debug", debug)
+        check_flag("batch_invariant", batch_invariant)
         if model.context is not None:
             raise ValueError("model must not be under context parallelism to decode; use a copy on one device")
+        if batch_invariant:
+            check_invariant(model)
+        self.batch_invariant = batch_invariant
         self._format = StateFormat.of(state_dtype, state_rounding)
         if state_dtype is not None:
             state = model.convert_state(state, state_dtype)
@@ -87,6 +96,10 @@ class Decoder:
         if self._every is not None and self._autocast[0]:
             raise ValueError(
                 f"state_every must be None under autocast, got {state_every}; convert the model, as by model.bfloat16()"
+            )
+        if self._every is not None and batch_invariant:
+            raise ValueError(
+                f"state_every must be None with batch_invariant=True, got {state_every}; leave one of them out"
             )
         self.kept: list[int] = list(range(self.rows))
         """The rows that are left, by their numbers in the state that the decoder began with."""
@@ -121,7 +134,16 @@ class Decoder:
             if native.fits:
                 return native
         return DecodingInPlace(
-            self.model, state, self._room, self._format, self._autocast, self._graph, step, reads, self._every
+            self.model,
+            state,
+            self._room,
+            self._format,
+            self._autocast,
+            self._graph,
+            step,
+            reads,
+            self._every,
+            self.batch_invariant,
         )
 
     def __call__(self, ids: Tensor) -> Tensor:
@@ -167,6 +189,11 @@ class Decoder:
     def computes_all(self) -> bool:
         """Whether C computes the logits from the ids, so that no module is called."""
         return isinstance(self._steps, NativeDecoding)
+
+    @property
+    def rows_together(self) -> int:
+        """How many rows a step computes together: all of them, unless batch_invariant needs smaller groups."""
+        return self._steps.together if isinstance(self._steps, DecodingInPlace) else self.rows
 
     @property
     def reads(self) -> int:

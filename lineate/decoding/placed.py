@@ -27,6 +27,7 @@ class DecodingInPlace:
         prepared: The step of a model of which C computes a part.
         reads: How many tokens were read before.
         every: The tokens after which memories are written; None: at every token.
+        invariant: Whether a row's bits may not depend on the other rows; then every must be None.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class DecodingInPlace:
         prepared: PreparedStep | None,
         reads: int,
         every: int | None = None,
+        invariant: bool = False,
     ) -> None:
         self.model, self.rows, self._format, self._autocast = model, state.rows, format, autocast
         self._done: tuple[int, Tensor | None] = reads, None
@@ -61,7 +63,8 @@ class DecodingInPlace:
                 self._memories[n] = {name: x.copy_(layer[name]) for name, x in kept.items()}
             else:
                 self._caches[n] = {name: layer[name][:, : self._longest].to(device) for name in layer.names}
-        self._graphed, self._prepared = graph, prepared if every is None else None  # C writes memories at every token
+        self._graphed, self._invariant = graph, invariant
+        self._prepared = prepared if every is None else None  # C writes memories at every token
         self._rings = None
         if every is not None:
             with torch.inference_mode(False):
@@ -136,6 +139,13 @@ class DecodingInPlace:
         """Whether the next call replays a CUDA graph."""
         return self._steps.graphed
 
+    @property
+    def together(self) -> int:
+        """How many rows run together."""
+        bound = self._prepared is not None and self._prepared.is_bound
+        together = None if bound else self._steps.together
+        return self.rows if together is None else min(together, self.rows)
+
     def state(self, reads: int | None = None) -> ModelState:
         """Return a copy of the state after the given number of reads: all of them, which None means too."""
         assert reads is None or self.has(reads)
@@ -168,7 +178,7 @@ class DecodingInPlace:
                 caches[n][name] = new = old.new_zeros(self.rows, capacity, *old.shape[2:])
                 new[:, : self._longest] = old[:, : self._longest]
         tensors = RowTensors(self._memories, caches, self._lengths, capacity, self._format, self._rings)
-        steps = RowSteps(self.model, tensors, self._graphed, self._autocast, most_graphs=1)
+        steps = RowSteps(self.model, tensors, self._graphed, self._autocast, most_graphs=1, invariant=self._invariant)
         steps.runs.fill_(1)
         steps.prepare(self.rows, self._longest)
         if self._prepared is not None:
@@ -183,4 +193,4 @@ class DecodingInPlace:
         """Bind the prepared step to the tensors; the window of attention grows by at least an eighth."""
         needed = self._longest + 1
         self._window = min(self._capacity, round_up(needed + needed // 8, in_place.WINDOW_STEP))
-        prepared.bind(self._memories, self._caches, self._window, self._lengths, self._format)
+        prepared.bind(self._memories, self._caches, self._window, self._lengths, self._format, self._invariant)

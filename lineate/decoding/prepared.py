@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.decoding.in_place import Tensors, caches_in_place
+from lineate.decoding.invariant import rows_together
 from lineate.layers import LayerState, Memory
 from lineate.layers.formats import AS_COMPUTED, StateFormat
 from lineate.layers.step.native import turn_on
@@ -19,6 +20,7 @@ from lineate.models.stepping import BoundStep, Recording, bind_states, run_block
 from lineate.native.build import available
 from lineate.native.product import MOST_ROWS
 from lineate.ops.rounding import NEAREST
+from lineate.torch_ops.invariance import batch_invariant
 from lineate.torch_ops.tracing import is_eager
 
 
@@ -48,7 +50,7 @@ class PreparedStep:
         called = {x.layer for run in self.plan.runs for x in run.sublayers if x.is_mixer and x.recorded is None}
         self._called = sorted(called)
         self._bound: BoundStep | None = None
-        self.rows = 0
+        self.rows, self._invariant, self._most = 0, False, rows_together(model) or 0
 
     @staticmethod
     def of(model: HybridLM, hidden: bool = False) -> "PreparedStep | None":
@@ -77,6 +79,7 @@ class PreparedStep:
         window: int,
         lengths: Tensor,
         format: StateFormat = AS_COMPUTED,
+        invariant: bool = False,
     ) -> bool:
         """Use these tensors from now on; return whether C can.
 
@@ -86,9 +89,10 @@ class PreparedStep:
             window: How many entries of the caches attention reads, where a module is called.
             lengths: The tokens that each row has, `rows`, int64.
             format: How the memories are kept.
+            invariant: Whether a row's bits may not depend on the other rows; modules that are called then have few.
         """
-        self._bound, self.rows = None, len(lengths)
-        if not reads_rows(self.rows, format):
+        self._bound, self.rows, self._invariant = None, len(lengths), invariant
+        if not reads_rows(self.rows, format) or (invariant and not self.computes_all and self.rows > self._most):
             return False
         self._memories, self._lengths, self._after = memories, lengths, lengths + 1
         self._shared: dict[Hashable, Any] = {}
@@ -122,11 +126,12 @@ class PreparedStep:
             logits = read
         else:
             check_ids(ids, self.model.config.vocab_size)
-            x = run_blocks(self.plan, bound, self.model.layers, self.model.embed(ids), self._states)
-            for n in self._called:
-                self._exchange(n, bound.new[n])
-            hidden = self.model.norm(x)
-            logits = self.model.logits(hidden)
+            with batch_invariant(self._invariant):
+                x = run_blocks(self.plan, bound, self.model.layers, self.model.embed(ids), self._states)
+                for n in self._called:
+                    self._exchange(n, bound.new[n])
+                hidden = self.model.norm(x)
+                logits = self.model.logits(hidden)
             self._shared.clear()
         self._lengths += 1
         self._after += 1

@@ -23,8 +23,10 @@ from lineate.decoding.in_place import (
     read_in_place,
     round_up,
     state_in_place,
+    try_out,
     write_back,
 )  # fmt: skip
+from lineate.decoding.invariant import read_in_groups, rows_together
 from lineate.decoding.rings import MemoryRings
 from lineate.layers.formats import AS_COMPUTED, StateFormat
 from lineate.layers.projection import runs_own_forward
@@ -33,6 +35,7 @@ from lineate.layers.softmax import reads_own_length
 from lineate.layers.step.supported_modules import are_unchanged
 from lineate.models import HybridLM, ModelState
 from lineate.models.trail import ModelTrail
+from lineate.torch_ops.invariance import NotInvariant
 
 MOST_GRAPHS = 48
 """The most steps of a pool of rows whose graphs are kept at a time."""
@@ -113,6 +116,7 @@ class RowSteps:
         graphed: Whether to record graphs on a GPU; False where the model is known to be one that cannot be recorded.
         autocast: Whether autocast is enabled, and its dtype.
         most_graphs: The most steps whose graphs are kept at a time.
+        invariant: Whether a row's bits may not depend on the other rows (decoding/invariant.py).
     """
 
     def __init__(
@@ -122,8 +126,14 @@ class RowSteps:
         graphed: bool = True,
         autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16),
         most_graphs: int = MOST_GRAPHS,
+        invariant: bool = False,
     ) -> None:
         on_gpu = tensors.lengths.is_cuda
+        self.invariant = invariant
+        self.together: int | None = rows_together(model) if invariant else None
+        """The rows that run together in an invariant step; None: all."""
+        self.tried = not (invariant and on_gpu)
+        """Whether it is known if all parts of an invariant step have invariant kernels."""
         self.model, self.graphed = model, graphed and on_gpu and model.ranks is None  # sums over ranks are not recorded
         self._autocast, self._most = autocast, most_graphs
         self._given, self._lengths = tensors, tensors.lengths
@@ -157,6 +167,8 @@ class RowSteps:
         running = len(ids)
         self.ids[:running] = ids
         graph = self.prepare(running, longest)
+        if graph is None and not self.tried:
+            self._try(partial(try_out, partial(self._read, running, self._window(longest + 1, 1)), self._changing()))
         return self._read(running, self._window(longest + 1, 1)) if graph is None else graph.replay()
 
     def repeat(self, longest: int) -> tuple[Tensor, ...] | None:
@@ -191,6 +203,7 @@ class RowSteps:
             ids: Tokens of each running row.
             longest: The tokens of the longest row.
         """
+        assert not self.invariant, "a speculative pass is not invariant"
         running, t = len(ids), 1 + (1 << max(ids.shape[1] - 2, 0).bit_length())
         if longest + t > self._given.capacity:
             return None
@@ -275,10 +288,26 @@ class RowSteps:
         """Return the tensors that a step changes; in the caches it writes only after the last token."""
         return [self._lengths, *(x for own in self._given.memories.values() for x in own.values())]
 
+    def _try(self, run: Callable[[], Step]) -> Step:
+        """Run an invariant step that is undone if it fails; if a part has no invariant kernels, rows run one by one."""
+        try:
+            made = run()
+        except NotInvariant as reason:
+            logger.warning("rows of this model decode one by one, as batch_invariant needs: it has %s", reason)
+            self.together = 1
+            made = run()
+        self.tried = True
+        return made
+
     def _read(self, rows: int, window: int) -> tuple[Tensor, ...]:
         """Read self.ids with the first rows, some of which may not run; those keep their length of 0."""
         memories, caches = self._given.first(rows)
         lengths = self._lengths[:rows]
+        if self.invariant:
+            states = memories, caches, lengths
+            found = read_in_groups(self.model, self.ids[:rows], states, window, self._given.format, self.together)
+            lengths += self.runs[:rows]
+            return found
         state = state_in_place(memories, caches, window, lengths, format=self._given.format)
         if self._given.rings is not None:
             state = self._given.rings.added_to(state, rows)
@@ -289,7 +318,11 @@ class RowSteps:
 
     def _record_step(self, rows: int, window: int) -> Graph:
         """Record a step of the first rows."""
-        return capture(lambda: self._read(rows, window), self._changing(), self._lengths.device, self._memory)
+
+        def record() -> Graph:
+            return capture(lambda: self._read(rows, window), self._changing(), self._lengths.device, self._memory)
+
+        return record() if self.tried else self._try(record)
 
     def _record_trail(self, rows: int, window: int, t: int) -> Trail:
         """Record how a trail of the first rows is read, and how its first self.counts tokens are accepted."""

@@ -29,6 +29,7 @@ class Generation(Iterator[Tensor]):
         sampling: The options of each row.
         stop: Tokens that end a row.
         state: What the model has read before; None for nothing.
+        batch_invariant: Whether the bits of a row's logits may not depend on the other rows.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class Generation(Iterator[Tensor]):
         sampling: list[Sampling],
         stop: Collection[int],
         state: ModelState | None,
+        batch_invariant: bool = False,
     ) -> None:
         ids, bounds = prompts
+        self._invariant = batch_invariant
         rows = len(sampling)
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         """The new tokens of each row, up to its stop token."""
@@ -209,9 +212,24 @@ class Generation(Iterator[Tensor]):
             if logits is None:
                 logits = decoder(self._next if whole else self._last_of(rows))
             return (logits if whole else logits[_places(self._going, rows)])[:, -1], None
+        if self._invariant:
+            return self._read_each()
         state = self._state if self._spare is None else _over(self._state, self._spare)
         out = self._model(self._next, state, self._bounds, last_only=True)
         return out.logits[:, -1] if self._bounds is None else out.logits[0], out.state
+
+    def _read_each(self) -> tuple[Tensor, ModelState]:
+        """Read the prompt of each row by itself, since a prompt's bits depend on the shape of the call."""
+        rows, logits, states = len(self._going), [], []
+        for row in range(rows):
+            ids = self._next[row : row + 1]
+            if self._bounds is not None:
+                ids = self._next[:, self._bounds[row] : self._bounds[row + 1]]
+            state = None if self._state is None else _row(self._state, row)
+            out = self._model(ids, state, last_only=True)
+            logits.append(out.logits[:, -1])
+            states.append(out.state)
+        return torch.cat(logits), states[0] if rows == 1 else ModelState.join(states)
 
     def _last_of(self, rows: list[int]) -> Tensor:
         """Return the last tokens of these rows, `rows 1`."""
@@ -220,6 +238,11 @@ class Generation(Iterator[Tensor]):
     def _prepare(self, state: ModelState) -> None:
         """Let a decoder read from now on, if C or a CUDA graph computes the model and enough tokens are left."""
         model, on_gpu = self._model, self._next.is_cuda
+        room = min(self._left, MOST_GRAPHED_ROOM if on_gpu else MOST_ROOM)
+        if self._invariant:
+            if self._made:  # else these are prompts, of any length, after the caller's state
+                self._use(Decoder(model, state, room, batch_invariant=True), state)
+            return
         if self._left < (FEWEST_GRAPHED if on_gpu else FEWEST_DECODED) or self._next.shape[1] != 1:
             return
         if not on_gpu and state.rows > MOST_ROWS:
@@ -230,12 +253,16 @@ class Generation(Iterator[Tensor]):
         if not (can_be_recorded(model) if on_gpu else self._next.is_cpu):
             return
         try:
-            decoder = Decoder(model, state, min(self._left, MOST_GRAPHED_ROOM if on_gpu else MOST_ROOM))
+            decoder = Decoder(model, state, room)
         except torch.OutOfMemoryError:  # it needs a copy of the state
             return
         if decoder.computes_all or decoder.captured:
-            self._decoder, self._begun, self._reads, self._decoded = decoder, state.lengths, 0, list(self._going)
-            self._state = self._spare = None
+            self._use(decoder, state)
+
+    def _use(self, decoder: Decoder, state: ModelState) -> None:
+        """Let a decoder read from now on, after this state."""
+        self._decoder, self._begun, self._reads, self._decoded = decoder, state.lengths, 0, list(self._going)
+        self._state = self._spare = None
 
     @property
     def _lengths(self) -> int | Tensor:

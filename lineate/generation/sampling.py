@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.checks import check_flag
+from lineate.decoding.invariant import check_invariant
 from lineate.generation.choice import Sampling, check_sampling
 from lineate.generation.defaults import SamplingFlags
 from lineate.generation.generated import Generation
@@ -76,6 +78,7 @@ def generate(
     state: ModelState | None = None,
     attention_mask: Tensor | None = None,
     earlier: Sequence[Sequence[int]] | None = None,
+    batch_invariant: bool = False,
 ) -> Generation:
     """Continue sequences: yield the next token of every row until every row has reached a stop token.
 
@@ -104,12 +107,16 @@ def generate(
         state: What the model has read before ids, one row a prompt, such as Generation.state; it is not changed.
         attention_mask: `b t`, 1, and 0 for padding before or after a row's tokens.
         earlier: The tokens of each row that the state has read, for the repetition penalty.
+        batch_invariant: Whether a row has the same logits, to the bit, alone and among any other rows; see Decoder.
 
     Returns:
         An iterator over tokens `b`, which has the state when it has ended.
     """
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+    check_flag("batch_invariant", batch_invariant)
+    if batch_invariant:
+        check_invariant(model)
     given = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
         "repetition_penalty": repetition_penalty,
@@ -127,7 +134,7 @@ def generate(
     check_state(state, model.layers, rows)
     if stop is None:
         stop = model.end_tokens
-    made = Generation(model, (prompts, bounds), max_new_tokens, list(sampling), stop, state)
+    made = Generation(model, (prompts, bounds), max_new_tokens, list(sampling), stop, state, batch_invariant)
     if earlier is not None:
         made.count_earlier(earlier)
     return made

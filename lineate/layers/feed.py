@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate import checks
+from lineate.layers import invariant
 from lineate.layers.gpu import coded, kernel_weight, kernels_for, uncoded
 from lineate.layers.norm import RMSNorm
 from lineate.layers.projection import is_bare, project
@@ -20,6 +21,7 @@ from lineate.quantised import QuantisedWeight
 from lineate.quantised.product import are_rounded
 from lineate.rule import compute_dtype
 from lineate.torch_ops.elementwise import GRAIN, elementwise
+from lineate.torch_ops.invariance import NotInvariant
 from lineate.torch_ops.tracing import PLAIN_TENSORS, is_eager, is_virtual, needs_grad
 
 if TYPE_CHECKING:
@@ -178,6 +180,8 @@ class MixtureOfExperts(nn.Module):
 
     def run_in_torch(self, tokens: Tensor) -> Tensor:
         """Return the layer's output for tokens `n hidden`, with gradients if they are wanted."""
+        if invariant.applies(tokens):
+            raise NotInvariant("experts that the kernels do not take")
         weights, chosen = self.route(tokens)
         y = self._mix(tokens, weights.to(tokens.dtype), chosen)
         if self.shared is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lineate import checks
+from lineate.layers import invariant
 from lineate.layers.attention import LOOK
 from lineate.layers.configs import LatentConfig
 from lineate.layers.costs.attention import LATENT, latent_kept
@@ -208,8 +209,9 @@ class LatentAttention(nn.Module):
         """Attend with q `b t heads nope` and r `b t heads rope` to the cache itself; return `b t heads value`."""
         up = self.up_proj.weight.unflatten(0, (self.heads, -1))  # heads nope+value rank
         to_keys, to_values = up.split((self.nope_dim, self.value_dim), 1)
-        inside = multiply_heads(q, to_keys)  # b t heads rank
-        return multiply_heads(self._read_entries(inside, r, state, cu_seqlens), to_values.mT)
+        multiply = invariant.multiply_heads if invariant.applies(q) else multiply_heads
+        inside = multiply(q, to_keys)  # b t heads rank
+        return multiply(self._read_entries(inside, r, state, cu_seqlens), to_values.mT)
 
     def _read_entries(self, q: Tensor, r: Tensor, state: TokenCache, cu_seqlens: Tensor | None) -> Tensor:
         """Attend with q `b t heads rank` and r `b t heads rope` to the cache itself; return `b t heads rank`."""

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from lineate.layers import invariant
 from lineate.layers.gpu import overlaps, uncoded
 from lineate.native.low_precision_matmul import LinearThroughFloat32, half_dtype, has_few_rows, linear
 from lineate.parallel.tensor.ranks import Ranks
@@ -12,6 +13,8 @@ from lineate.torch_ops.tracing import needs_grad
 
 def project(module: nn.Module, x: Tensor) -> Tensor:
     """Return module(x); the module is an nn.Linear or a stand-in (wrapped, quantised, hooked, fetched on use)."""
+    if invariant.applies(x):
+        return invariant.project(module, x)
     if x.is_cuda and overlaps(x.device) and type(module) is nn.Linear and is_bare(module):
         few = _few_rows(x, module)
         if few is not None:
@@ -28,6 +31,11 @@ def project(module: nn.Module, x: Tensor) -> Tensor:
     with LinearThroughFloat32():
         result = module(x)
         return result
+
+
+def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x weight^T; x `... k`, weight `n k`, which has no module of its own, such as an embedding."""
+    return invariant.linear(x, weight) if invariant.applies(x) else linear(x, weight)
 
 
 def project_out(module: nn.Linear, x: Tensor, ranks: Ranks | None) -> Tensor:

@@ -22,6 +22,7 @@ from lineate.forms.sequences import sequence_lengths
 from lineate.layers.gpu import kernels_for
 from lineate.layers.state import TokenCache
 from lineate.native.low_precision_matmul import attention, has_separate_rows
+from lineate.torch_ops.invariance import is_batch_invariant
 from lineate.torch_ops.opaque import opaque
 from lineate.torch_ops.tracing import constant_in_graphs, is_eager, needs_grad, recorded
 
@@ -169,7 +170,7 @@ def _softmax_ragged(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: flo
         return torch.cat([_softmax_ragged(part, k, v, lengths - (t - end), scale) for part, end in parts], 1)
     first = lengths[:, None] - t + torch.arange(t, device=q.device)  # rows t: the last key that is seen
     mask = torch.arange(n, device=q.device) <= first[..., None]  # rows t n
-    if has_separate_rows(q, k, v):
+    if has_separate_rows(q, k, v) or (q.is_cpu and is_batch_invariant() and not recorded()):
         return _rows_alone(q, k, v, scale, mask, lengths.tolist())
     return _softmax(q, k, v, scale, mask[:, None], causal=False)
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lineate.layers import Carried, ChannelMix, LayerState, Memory, MixtureOfExperts, RMSNorm, TensorSpec, kind_of
 from lineate.layers.entry import check_result
 from lineate.layers.feed import make_feed as make_dense
+from lineate.layers.invariant import applies
 from lineate.layers.registry import check_made
 from lineate.layers.step.launches import Mixed, feed_step, is_step, mix_step, runs_steps, sum_and_norm
 from lineate.layers.trail import Trail, trail, trail_each
@@ -20,6 +21,7 @@ from lineate.models.config import HybridConfig
 from lineate.models.scaling import make_norm
 from lineate.parallel.context.segments import Bounds
 from lineate.parallel.tensor.ranks import Ranks
+from lineate.torch_ops.invariance import NotInvariant, is_batch_invariant
 
 _Kept = TypeVar("_Kept")
 
@@ -138,6 +140,8 @@ class Block(nn.Module):
         if cu_seqlens is None and self._in_steps and self.ranks is None and is_step(x, state):
             assert state is not None
             return self._step(x, state)
+        if applies(x):
+            raise NotInvariant("a block whose parts are not those of a step")
         if self.feed_specs:
             return self._mix_and_shift(x, state, cu_seqlens, carried)
         return self._around(x, lambda y: self._mix(y, state, cu_seqlens, carried))
@@ -216,11 +220,15 @@ class Block(nn.Module):
         assert isinstance(norm, RMSNorm) and isinstance(then, RMSNorm | None)
         mixed = mix_step(norm, self.mixer, x, state, then)
         if mixed is None:
+            if is_batch_invariant():
+                raise NotInvariant(f"a mixer {type(self.mixer).__name__} without a step of its own")
             x, kept = self.run_mixer(x, state)
             mixed = Mixed(x, None, kept)
         if self.feed is None or then is None:
             return mixed.x, mixed.state
         fed = feed_step(then, self.feed, mixed.x, mixed.normed)
+        if fed is None and is_batch_invariant():
+            raise NotInvariant(f"a feed-forward {type(self.feed).__name__} without a step of its own")
         return (self.run_feed(mixed.x) if fed is None else fed), mixed.state
 
     def _mix(

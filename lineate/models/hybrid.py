@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lineate import checks
 from lineate.layers import Carried, LinearMixer, ShortConvolution, TensorSpec
 from lineate.layers.formats import StateFormat, convert
-from lineate.layers.projection import project
+from lineate.layers.projection import multiply, project
 from lineate.models.block import Block, make_mixer
 from lineate.models.checks import check_context, check_ids, check_labels, check_mask, check_state
 from lineate.models.config import HybridConfig
@@ -316,6 +316,7 @@ class HybridLM(nn.Module):
         stop: Collection[int] | None = None,
         state: ModelState | None = None,
         attention_mask: Tensor | None = None,
+        batch_invariant: bool = False,
     ) -> "Generation":
         """Continue sequences, as lineate.generation.generate does, which has all details.
 
@@ -336,12 +337,14 @@ class HybridLM(nn.Module):
             stop: tokens that end a row; None for end_tokens, () for none.
             state: what the model has read before ids, such as Generation.state.
             attention_mask: `b t`, 1, and 0 for padding before or after a row's tokens.
+            batch_invariant: whether a row has the same logits, to the bit, alone and among any other rows.
         """
         from lineate.generation.sampling import generate
 
         return generate(
             self, ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty, seed=seed, stop=stop, state=state, attention_mask=attention_mask,
+            batch_invariant=batch_invariant,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -379,7 +382,7 @@ class HybridLM(nn.Module):
             return project(self.head, x)
         if self.embed.weight.is_meta and not x.is_meta:  # torch would return a meta tensor, which has no values
             raise RuntimeError("embed, which is the head too, must not be offloaded; keep it on a device")
-        return linear(x, self.embed.weight)
+        return multiply(x, self.embed.weight)
 
     def _padded(
         self,

@@ -4,6 +4,7 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -54,6 +55,7 @@ def describe(
     format: StateFormat = AS_COMPUTED,
     sampling: SamplingFlags | None = None,
     random_weights: bool = False,
+    batch_invariant: bool = False,
 ) -> Description:
     """Return the public description of a model.
 
@@ -66,6 +68,7 @@ def describe(
         format: The format of the memories of running sequences.
         sampling: The sampling options of requests that do not name them; None: the checkpoint's, else OpenAI's.
         random_weights: Whether the weights are random, so that clients are told.
+        batch_invariant: Whether logits do not depend on the other rows, so that clients are told.
     """
     layers = []
     whole = model if model.ranks is None else empty_model(model.config).to(model.dtype)  # not one rank's share of it
@@ -77,10 +80,13 @@ def describe(
             {"letter": letter, "kind": kind.name, "label": kind.label, "fixed": fixed, "per_token": per_token}
         )
     form = format_of(model)
-    kept = {} if form is None else {"weights": form.name}
+    kept: dict[str, Any] = {} if form is None else {"weights": form.name}
     if format.is_narrow:
         kept |= {"state_dtype": "bfloat16", "state_rounding": format.rounding}
-    text = " ".join([f"{lineate.__version__} {model.config} {tokenizer.identity} {context}", *kept.values()])
+    if batch_invariant:
+        kept["batch_invariant"] = True
+    settings = [key if value is True else value for key, value in kept.items()]
+    text = " ".join([f"{lineate.__version__} {model.config} {tokenizer.identity} {context}", *settings])
     details = {
         "pattern": model.config.pattern,
         "parameters": sum(x.numel() for x in whole.parameters()),

@@ -46,6 +46,10 @@ class ServeArguments:
         "float32", "Of running sequences' memories: float32, or bfloat16, which takes half the bytes."
     )
     state_rounding: str = option("nearest", "Of bfloat16 memories after every token: nearest or stochastic.")
+    batch_invariant: bool = option(
+        False, "Give a row the same logits, to the bit, whatever rows decode with it; slower, without --draft.",
+        "--batch-invariant",
+    )  # fmt: skip
     queue: int = option(128, "Most requests that wait; more get status 429.", least=1, most=2**20)
     cache: str = option("1GB", "Memory for states of prompts that were read; 0: keep none.", metavar="SIZE")
     cache_folder: str | None = option(
@@ -112,6 +116,20 @@ def settings_of(asked: ServeArguments) -> "Settings":
     StateFormat.of(asked.state_dtype, asked.state_rounding)
     hosts = allowed_hosts(asked.host, words_of(asked.allow_host))
     return Settings(read_keys(asked.api_key), words_of(asked.cors), hosts, limits_of(asked))
+
+
+def check_invariant_options(asked: ServeArguments) -> None:
+    """Raise if --batch-invariant is combined with an option that it does not cover.
+
+    Args:
+        asked: The options.
+    """
+    if not asked.batch_invariant:
+        return
+    if asked.draft != NONE:
+        raise ValueError(f"--batch-invariant does not cover guessed tokens, got --draft {asked.draft}; leave one out")
+    if asked.tensor > 1:
+        raise ValueError(f"--batch-invariant needs a model on one device, got --tensor {asked.tensor}; leave one out")
 
 
 def sampling_of(asked: ServeArguments) -> "SamplingFlags":

@@ -54,7 +54,7 @@ def application(
     own, model, tokenizer = load(asked, job)
     description = describe(
         model, tokenizer, name_of(asked), asked.context, asked.slots, own.pool.format, sampling_of(asked),
-        asked.random_weights,
+        asked.random_weights, asked.batch_invariant,
     )  # fmt: skip
     engine: Any = own
     if job is not None:
@@ -123,6 +123,7 @@ def _engine(asked: ServeArguments, model: "HybridLM", job: "RankedJob | None") -
         most_guesses=asked.guesses,
         state_dtype=asked.state_dtype,
         state_rounding=asked.state_rounding,
+        batch_invariant=asked.batch_invariant,
     )
 
 

@@ -17,6 +17,7 @@ from lineate.serving.arguments import (
     LOOKUP,
     NONE,
     ServeArguments,
+    check_invariant_options,
     limits_of,
     name_of,
     read_keys,
@@ -73,6 +74,7 @@ def run_serve(asked: ServeArguments) -> None:
         asked = replace(asked, device=find_device(asked.device))
         _check_tensor(asked)
         _check_random(asked)
+        check_invariant_options(asked)
         flags = {name: value for name, value in asdict(asked).items() if name not in OF_RANK_0}
         flags["cache_folder"] = asked.cache_folder is not None
         job = join_job(asked.tensor, asked.device, asked.folder, flags)

@@ -158,6 +158,8 @@ def test_what_cannot_wait_is_refused():
         pytest.raises(ValueError, match=r"^state_every must be None under"),
     ):
         Decoder(model, state, room=3, state_every=8)
+    with pytest.raises(ValueError, match=r"^state_every must be None with batch_invariant=True, got 8"):
+        Decoder(model, state, room=3, state_every=8, batch_invariant=True)
 
 
 @pytest.mark.gpu

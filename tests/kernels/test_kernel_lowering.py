@@ -123,6 +123,9 @@ def steps() -> Iterator[Case]:
     ):
         yield Case(90, "step", dict(dtype="bfloat16", name=name, rows=rows, overlap=next(overlap)))
     yield Case(90, "step", dict(dtype="float32", name="latent", rows=3, overlap=False))
+    for gpu, pattern, dtype, rows in ((90, "MGJ", "bfloat16", 3), (80, "MA", "float16", 1), (80, "GM", "float32", 70)):
+        options = dict(dtype=dtype, pattern=pattern, rows=rows, hidden=224, invariant=True, overlap=gpu == 90)
+        yield Case(gpu, "whole_step", options)
     for name, dtype in (("latent", "float16"), ("piece", "bfloat16"), ("square", "bfloat16")):
         yield Case(80, "step", dict(dtype=dtype, name=name, rows=2, overlap=False))
     for form, rows in (("int8", 1), ("int4", 3), ("fp8", 20)):

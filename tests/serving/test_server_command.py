@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -135,6 +136,14 @@ REFUSED = {
         ["--state-rounding", "stochastic"],
         "state_rounding='stochastic' needs state_dtype='bfloat16', got float32",
     ),
+    "guesses in invariant steps": (
+        ["--batch-invariant", "--draft", "lookup"],
+        "--batch-invariant does not cover guessed tokens, got --draft lookup; leave one out",
+    ),
+    "invariant steps of several processes": (
+        ["--batch-invariant", "--tensor", "2"],
+        "--batch-invariant needs a model on one device, got --tensor 2; leave one out",
+    ),
     "a folder for no cache": (["--cache", "0", "--cache-folder", "x"], "--cache-folder needs --cache above 0"),
     "random weights of a folder": (
         ["/nowhere/at-all", "--random-weights"],
@@ -244,5 +253,10 @@ def test_memories_in_bfloat16(folder):
         said[dtype] = TestClient(app, base_url="http://localhost").get("/lineate/info").json()
     narrow, wide = said["bfloat16"], said["float32"]
     assert (narrow["details"]["state_dtype"], narrow["details"]["state_rounding"]) == ("bfloat16", "stochastic")
+    again = replace(asked, state_dtype="float32", state_rounding="nearest", batch_invariant=True)
+    app, engine, _, _ = application(again, settings_of(again))
+    invariant = TestClient(app, base_url="http://localhost").get("/lineate/info").json()
+    assert engine.pool.batch_invariant and invariant["details"]["batch_invariant"] is True
+    assert invariant["fingerprint"] != wide["fingerprint"]
     assert "state_dtype" not in wide["details"] and narrow["fingerprint"] != wide["fingerprint"]
     assert sum(x["fixed"] for x in narrow["layers"]) < sum(x["fixed"] for x in wide["layers"])

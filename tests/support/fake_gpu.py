@@ -28,7 +28,13 @@ SHARED_MEMORY = (232448, 166912)
 MAKERS = "arange as_tensor empty empty_like eye full full_like linspace ones ones_like rand randint randn tensor zeros"
 MOVERS = "new_empty new_full new_ones new_tensor new_zeros to"
 META = torch.device("meta")
-real_device = torch._C.TensorBase.device.__get__
+_device = torch._C.TensorBase.device.__get__
+
+
+def real_device(x: Tensor) -> torch.device:
+    """Return the device that torch itself sees, also of a subclass, whose attributes go through its own functions."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _device(x)
 
 
 class Lowered:
@@ -36,9 +42,10 @@ class Lowered:
 
     function = packed_metadata = None
 
-    def __init__(self, gpus: "FakeGPUs", kernel: str, link: int, beside: bool) -> None:
+    def __init__(self, gpus: "FakeGPUs", kernel: str, variant: str, link: int, beside: bool) -> None:
         self.gpus = gpus
         self.kernel = kernel
+        self.variant = variant
         self.link = link
         self.beside = beside
         self.failure = ""
@@ -48,6 +55,7 @@ class Lowered:
 
     def run(self, *_: object) -> None:
         self.gpus.launched.append(self.kernel)
+        self.gpus.variants.append(self.variant)
         self.gpus.links.append(self.link)
         if self.beside:
             self.gpus.beside.append(self.kernel)
@@ -65,6 +73,8 @@ class FakeGPUs:
         self.passes = False
         """Whether Triton's own passes run as well, up to the IR with layouts."""
         self.launched: list[str] = []
+        self.variants: list[str] = []
+        """What was compiled for each launch: its kernel, types, constants, alignments, warps and stages."""
         self.links: list[int] = []
         """LINK of each launch; 0 if its kernel has none."""
         self.beside: list[str] = []
@@ -94,7 +104,9 @@ class FakeGPUs:
         kernel = f"{src.fn.fn.__module__}.{src.name}"
         constants = {src.fn.arg_names[path[0]]: x for path, x in src.constants.items()}
         beside = "made" in src.fn.arg_names and constants.get("made", "given") is not None
-        found = Lowered(self, kernel, constants.get("LINK", 0), beside)
+        resources = [options.get(name) for name in ("num_warps", "num_stages")]
+        compiled = f"{kernel} {src.signature} {sorted(constants.items(), key=str)} {src.attrs} {resources}"
+        found = Lowered(self, kernel, compiled, constants.get("LINK", 0), beside)
         self.compiled.append(kernel)
         if not self.lowers:
             return found

@@ -41,6 +41,7 @@ from lineate.ops.decoding import decode as run_decode
 from lineate.ops.rings import Ring
 from lineate.quantised.format import FORMATS
 from lineate.rule import GATED_DELTA_2, GATED_DELTA_PRODUCT
+from tests.support.lowered_steps import whole_step
 
 SIZES = {
     "128": (2, 300, 4, 4, 128, 128),
@@ -490,5 +491,6 @@ CALLS = {
     f.__name__: f
     for f in (
         *(rule, general, ahead, decode, decode_ring, decode_general, layer, step, quantised, experts, memory, broken),
+        whole_step,
     )
 }

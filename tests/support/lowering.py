@@ -24,6 +24,8 @@ class Launched(NamedTuple):
     """LINK of each launch."""
     beside: list[str]
     """The kernels with marks, by which scores are made beside a walk."""
+    variants: list[str]
+    """What was compiled for each launch, with all that selects it."""
 
 
 class Lowering:
@@ -57,15 +59,15 @@ class Lowering:
         before = self.errors.seek(0, os.SEEK_END)
         print(json.dumps([capability, call, options, passes, lowers]), file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
-        found = json.loads(answer) if answer else ([], ["the compiler has ended the process"], [], [])
-        launched, failures, links, beside = found
+        found = json.loads(answer) if answer else ([], ["the compiler has ended the process"], [], [], [])
+        launched, failures, links, beside, variants = found
         if failures:
             self.errors.seek(before)
             failures.append(self.errors.read().decode(errors="replace")[-4000:])
         if not answer:
             self.process.communicate()
             self.process = self._start()
-        return Launched(launched, failures, links, beside)
+        return Launched(launched, failures, links, beside, variants)
 
 
 @contextmanager
@@ -94,9 +96,10 @@ def serve() -> None:
             gpus.lowers = lowers
             gpus.forget()
         gpus.current = fake_gpu.CAPABILITIES.index(capability)
-        gpus.launched, gpus.failures, gpus.links, gpus.beside = [], [], [], []
+        gpus.launched, gpus.failures, gpus.links, gpus.beside, gpus.variants = [], [], [], [], []
         try:
             CALLS[call](**options)
         except Exception:
             gpus.failures.append(traceback.format_exc())
-        print(json.dumps([gpus.launched, gpus.failures, gpus.links, gpus.beside]), file=answers, flush=True)
+        answer = gpus.launched, gpus.failures, gpus.links, gpus.beside, gpus.variants
+        print(json.dumps(answer), file=answers, flush=True)

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lineate.kernels.launching import next_power, overlap_options, shared_memory, start
 from lineate.kernels.layers.ops import KERNEL_DTYPES, strides_of, unit_of
-from lineate.kernels.layers.parts import join, part_size, parts_of
+from lineate.kernels.layers.parts import join, part_size, parts_of_rows
 
 WIDEST_HEAD = 256
 MOST_QUERIES = 64
@@ -151,7 +151,7 @@ def cached_attention(
     queries, width = heads // kv * t, max(16, next_power(size))
     usual, together = tiles_of(q.device, q.dtype, queries, width)
     tiles = usual if tiles is None else tiles
-    parts = parts_of(q.device, rows * kv, together) if parts is None else parts
+    parts = parts_of_rows(q.device, rows, kv, together, queries * size) if parts is None else parts
     sums = torch.empty(rows, kv, parts, queries, size, dtype=torch.float32, device=q.device)
     peaks, totals = torch.empty(2, rows, kv, parts, queries, dtype=torch.float32, device=q.device)
     output = torch.empty(rows, t, heads, size, dtype=q.dtype, device=q.device)

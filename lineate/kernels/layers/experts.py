@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lineate.kernels.launching import ceil_div, is_hopper, multiprocessors, next_power, overlap_options, start
 from lineate.kernels.layers.grouping import Groups
 from lineate.kernels.layers.rows import sigmoid
+from lineate.torch_ops.invariance import is_batch_invariant
 
 LEAVE = {"BN": 256, "BK": 64, "STAGES": 4}
 """Tiles of leave. On an H200, 32,768 rows of Kimi-Linear-48B take 2.1 ms instead of 2.5 by addresses."""
@@ -435,7 +436,7 @@ def add(
     """
     rows, width = weights.shape
     n = parts.shape[-1]
-    block = min(next_power(n), 256 if rows <= 64 else 1024)
+    block = min(next_power(n), 256 if rows <= 64 or is_batch_invariant() else 1024)
     start(add_pairs, (rows * ceil_div(n, block),))(
         parts, weights, places, shared, residual, y, rows, WIDTH=width, PAIRS=width - (shared is not None), N=n,
         BN=block, num_warps=max(1, min(4, block // 256)), **overlap_options(parts.device),

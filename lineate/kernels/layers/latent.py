@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lineate.kernels.launching import ceil_div, next_power, overlap_options, shared_memory, start
 from lineate.kernels.layers.ops import KERNEL_DTYPES, strides_of, unit_of
-from lineate.kernels.layers.parts import join, part_size, parts_of
+from lineate.kernels.layers.parts import join, part_size, parts_of_rows
 from lineate.kernels.layers.products import Norm
 from lineate.kernels.layers.token import entered
 
@@ -243,7 +243,7 @@ def latent_attention(
     tiles = tiles_of(q.device, q.dtype, queries, wide + narrow) if tiles is None else tiles
     programs = ceil_div(queries, tiles.queries)
     together = 2 if tiles.warps == 4 else 1  # programs of a multiprocessor
-    parts = parts_of(q.device, rows * programs, together) if parts is None else parts
+    parts = parts_of_rows(q.device, rows, programs, together, tiles.queries * rank) if parts is None else parts
     sums = torch.empty(rows, 1, parts, queries, rank, dtype=torch.float32, device=q.device)
     peaks, totals = torch.empty(2, rows, 1, parts, queries, dtype=torch.float32, device=q.device)
     output = torch.empty(rows, t, heads, rank, dtype=q.dtype, device=q.device)

@@ -11,7 +11,7 @@
 Torch runs more than FEW rows of float32. Up to FEW rows, a row's bits do not depend on the other rows nor on their
 number, except that one row has a second product of its own (experts.leave_row, quantised.leave_quantised_row), as it
 has in the other products of a step. With more rows they do not depend on the other rows, as long as the number of rows
-selects the same configuration.
+selects the same configuration. In a batch-invariant step all numbers of rows, one included, take the way of FEW rows.
 """
 
 from collections.abc import Iterator
@@ -30,6 +30,7 @@ from lineate.kernels.layers.products import Norm
 from lineate.kernels.layers.quantised_products import Codes
 from lineate.kernels.layers.routing import FEW, Routing, choose, fits, score
 from lineate.kernels.tape import launch
+from lineate.torch_ops.invariance import is_batch_invariant
 from lineate.torch_ops.tracing import PLAIN_TENSORS
 
 ALONE = 1
@@ -104,7 +105,7 @@ def serves(tokens: Tensor, router: Router, made: Experts) -> bool:
         or not fits(router.routing, router.weight.shape[0])
     ):
         return False
-    if tokens.dtype is torch.float32 and tokens.is_cuda and tokens.shape[0] > FEW:  # cuBLAS takes less time
+    if tokens.dtype is torch.float32 and tokens.is_cuda and not takes_few(tokens):  # cuBLAS takes less time
         return False
     if not _are_plain(tokens, router.weight, router.gate):
         return False
@@ -116,11 +117,16 @@ def serves(tokens: Tensor, router: Router, made: Experts) -> bool:
     return _are_plain(tokens, *weights)
 
 
+def takes_few(tokens: Tensor) -> bool:
+    """Whether these tokens are multiplied in the configuration of FEW rows."""
+    return tokens.shape[0] <= FEW or is_batch_invariant()
+
+
 def takes_shared(tokens: Tensor, coded: bool) -> bool:
     """Whether a shared expert may be one of the experts of this number of tokens."""
-    return tokens.shape[0] <= (_most_coded(tokens) if coded else INSIDE) and (
-        not coded or quantised_products.uses_tensor_cores(tokens)
-    )
+    if coded and not quantised_products.uses_tensor_cores(tokens):
+        return False
+    return tokens.shape[0] <= (_most_coded(tokens) if coded else INSIDE) or is_batch_invariant()
 
 
 def _are_plain(tokens: Tensor, *weights: Weight | None) -> bool:
@@ -141,6 +147,8 @@ def _serves_codes(tokens: Tensor, weight: Codes) -> bool:
 
 def _most_coded(tokens: Tensor) -> int:
     """Return how many rows are multiplied by codes."""
+    if is_batch_invariant():
+        return MOST_ROWS
     return MOST_CODED if quantised_products.uses_tensor_cores(tokens) else FEW
 
 
@@ -169,7 +177,8 @@ def mix(
     tokens = tokens.contiguous()
     y = torch.empty_like(tokens)
     shared, residual = (None if x is None else x.contiguous() for x in (shared, residual))
-    alone = len(tokens) <= ALONE and shared is None and takes_row(tokens, made, router.routing.active)
+    invariant = is_batch_invariant()
+    alone = not invariant and len(tokens) <= ALONE and shared is None and takes_row(tokens, made, router.routing.active)
     if residual is not None and norm is not None and not alone:
         return residual + mix(tokens, router, made, norm=norm)
     own = residual is tokens  # the launches are recorded by the addresses of `given`, which must differ
@@ -192,7 +201,7 @@ def mix(
     scale, *options = (None,) if norm is None else norm
     numbers = (x for weight in weights for x in _tensors(weight))
     given = (tokens, scale, *router[:3], *numbers, shared, None if own else residual)
-    kind = router.routing, made.kind, made.shared is None, shared is None, alone, own, *options
+    kind = router.routing, made.kind, made.shared is None, shared is None, alone, own, invariant, *options
     launch("experts", given, (y,), kind, run)
     return y
 
@@ -261,14 +270,14 @@ def products(tokens: Tensor, chosen: Tensor, made: Experts, tiles: Tiles | None 
     if tiles is None:
         tiles = tiles_of(tokens, count, n, width)
     size, described = tiles.enter["BM"] + tiles.enter["REST"], False
-    if rows <= ALONE:
+    if rows <= ALONE and not is_batch_invariant():
         groups = Groups(chosen.view(-1), None, 1)
     else:
         described = made.shared is None and experts.leaves_by_descriptors(tokens, (k, n), tiles.enter)
         groups = group(chosen, count + (made.shared is not None), size, described)
     places = groups.blocks.numel() * size if described else rows * width
     hidden = tokens.new_empty(places, n)
-    few = torch.float32 if rows <= FEW else tokens.dtype  # more rows would write as much as they read
+    few = torch.float32 if takes_few(tokens) else tokens.dtype  # more rows would write as much as they read
     parts = tokens.new_empty(places, k, dtype=few)
     own = (None, None) if made.shared is None else made.shared
     for weight, begin in _slices(made.gate_up, tokens.dtype):
@@ -302,9 +311,9 @@ def _coded_products(tokens: Tensor, chosen: Tensor, made: Experts) -> Tensor:
     assert isinstance(made.gate_up, Codes) and isinstance(made.down, Codes)
     rows, width = chosen.shape
     groups = None
-    if rows > ALONE and quantised_products.uses_tensor_cores(tokens):
+    if (rows > ALONE or is_batch_invariant()) and quantised_products.uses_tensor_cores(tokens):
         count = made.gate_up.codes.shape[0] + (made.shared is not None)
-        groups = group(chosen, count, _size_of_coded_blocks(rows * width / count))
+        groups = group(chosen, count, _size_of_coded_blocks(0 if is_batch_invariant() else rows * width / count))
     gated = made.kind == "swiglu" and quantised_products.takes_gate(made.gate_up)
     enter, leave = (None, None) if made.shared is None else made.shared
     flat = chosen.view(-1)
@@ -375,7 +384,9 @@ def tile(BM: int, BN: int, BK: int, warps: int, stages: int, *, swap: bool = Fal
 def tiles_of(tokens: Tensor, count: int, n: int, width: int) -> Tiles:
     """Return the configurations for tokens `rows k`, each with `width` of `count` experts of n channels.
 
-    Up to FEW rows they are the same. us on an H200 of the two products, Qwen3.5-35B-A3B (k 2048, n 512, 256 experts):
+    Up to FEW rows, and in a batch-invariant step, they are the same.
+
+    us on an H200 of the two products, Qwen3.5-35B-A3B (k 2048, n 512, 256 experts):
 
                      BM 64 (8 warps)    BM 128      REST 32
         4096 rows    406, 254           363, 223    338, 197
@@ -384,7 +395,7 @@ def tiles_of(tokens: Tensor, count: int, n: int, width: int) -> Tiles:
     mean = rows * width // count  # pairs of an expert
     if tokens.dtype is torch.float32:
         found = Tiles(tile(16, 16, 32, 4, 3), tile(16, 32, 32, 4, 3))
-    elif rows <= FEW:
+    elif takes_few(tokens):
         found = Tiles(tile(16, 32, 128, 4, 3, swap=True), tile(16, 64, 128, 4, 3, swap=True))
     elif mean <= 16:
         found = Tiles(tile(32, 64, 64, 4, 4), tile(32, 128, 64, 4, 4))

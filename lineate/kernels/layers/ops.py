@@ -10,6 +10,7 @@ from lineate.kernels.layers import convolution
 from lineate.kernels.layers import rows as kernels
 from lineate.kernels.layers.rotary import turn
 from lineate.kernels.tape import launch
+from lineate.torch_ops.invariance import is_batch_invariant
 from lineate.torch_ops.registrar import register_op
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -190,7 +191,7 @@ def convolve_in_place(x: Tensor, weight: Tensor, state: Tensor, bias: Tensor | N
     """
     y = x.new_empty(x.shape)
     channels = x.shape[1]
-    (x_row,) = strides_of(x, 1)
+    (x_row,) = (x.stride(0),) if is_batch_invariant() else strides_of(x, 1)  # which chooses a kernel
     unit = unit_of((channels, x_row))
     block = min(256, next_power(channels))
     with torch.cuda.device_of(x):
@@ -229,7 +230,8 @@ def _norm(
     gate = None if gate is None else _in_heads(gate)
     outer, heads, size = x.shape
     strides = (*strides_of(x, 2), *((0, 0) if gate is None else strides_of(gate, 2)))
-    unit = unit_of((size, *strides))
+    viewed = gate is not None and is_batch_invariant()  # a view of one row has no stride, which must not matter
+    unit = 1 if viewed else unit_of((size, *strides))
     tile = _norm_tiles(size, 4096)
     weight = weight.contiguous()
 
@@ -240,7 +242,7 @@ def _norm(
             **overlap_options(x.device),
         )  # fmt: skip
 
-    launch("norm", (x, gate, weight), (y,), (eps, activation, zero_centred, dtype), run)
+    launch("norm", (x, gate, weight), (y,), (eps, activation, zero_centred, dtype, viewed), run)
     return y
 
 

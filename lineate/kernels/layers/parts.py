@@ -5,7 +5,8 @@
 A program reads one part of a row (cached.py, latent.py) and leaves its sum a_p, its highest score m_p (to base 2) and
 its total l_p. The number of parts depends on the number of programs that there would be without them, but no launch
 depends on the lengths, so that one CUDA graph serves all of them; a program whose part begins after the row's end
-returns at once. How a row is cut depends on its length and on the number of parts alone.
+returns at once. How a row is cut depends on its length and on the number of parts alone, and in a batch-invariant step
+the number of parts does not depend on the number of rows.
 """
 
 import torch
@@ -17,9 +18,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lineate.kernels.launching import ceil_div, multiprocessors, next_power, overlap_options, start
 from lineate.kernels.layers.ops import strides_of
 from lineate.kernels.layers.rows import sigmoid
+from lineate.torch_ops.invariance import is_batch_invariant
 
 MOST_PARTS = 128
 FEWEST_PARTS = 2
+MOST_INVARIANT = 2**18
+"""In a batch-invariant step, the most sums of a row (1 MiB): all parts have memory, also those of short rows."""
 JOINED = 4096
 """How many sums a program joins: channels of a query times parts; at least 128 channels."""
 
@@ -78,6 +82,22 @@ def parts_of(device: torch.device, programs: int, together: int = 1) -> int:
     """
     wanted = next_power(ceil_div(multiprocessors(device) * together, programs) + 1) // 2
     return min(MOST_PARTS, max(FEWEST_PARTS, wanted))
+
+
+def parts_of_rows(device: torch.device, rows: int, programs: int, together: int, each: int) -> int:
+    """Return how many parts this number of rows is cut into; in a batch-invariant step, the parts of a single row.
+
+    Args:
+        device: The device.
+        rows: The number of rows.
+        programs: How many programs a row would have with one part.
+        together: Programs that a multiprocessor runs at once.
+        each: The sums of a part: the queries of a program times their channels.
+    """
+    if not is_batch_invariant():
+        return parts_of(device, rows * programs, together)
+    room = max(FEWEST_PARTS, MOST_INVARIANT // (programs * each))
+    return min(parts_of(device, programs, together), next_power(room + 1) // 2)
 
 
 def join(

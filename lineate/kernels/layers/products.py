@@ -226,7 +226,13 @@ def serves_few(x: Tensor, weight: Tensor) -> bool:
 
 
 def product_few(
-    x: Tensor, weight: Tensor, *, gated: bool = False, convolution: Convolution | None = None, parts: int = 1
+    x: Tensor,
+    weight: Tensor,
+    *,
+    gated: bool = False,
+    convolution: Convolution | None = None,
+    parts: int = 1,
+    width: int | None = None,
 ) -> Tensor:
     """Return x weight^T `rows n`, without gradients.
 
@@ -236,6 +242,7 @@ def product_few(
         gated: Whether the result is silu(first half) * second half.
         convolution: Of the first channels. Launches shortly before this must not write its inputs.
         parts: How many sums to cut k into: the result is then `parts rows n` in float32.
+        width: The rows of the kernel's tile, a power of two of at least 16 and the number of rows; None: the least.
     """
     from lineate.kernels.hopper.descriptors import SHARED, describe
     from lineate.kernels.hopper.few_rows import multiply_few
@@ -243,7 +250,7 @@ def product_few(
     assert parts == 1 or not (gated or convolution)
     (rows, k), n = x.shape, len(weight) // 2 if gated else len(weight)
     taps, past = (x, x) if convolution is None else convolution
-    width = max(16, next_power(rows))
+    width = max(16, next_power(rows)) if width is None else width
     sizes = (rows, n) if parts == 1 else (parts, rows, n)
     y = torch.empty(sizes, dtype=x.dtype if parts == 1 else torch.float32, device=x.device)
     stages = min(STAGES, SHARED // (2 * STEP * (width + (128 if gated else 64))))

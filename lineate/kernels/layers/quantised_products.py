@@ -25,10 +25,13 @@ from lineate.kernels.layers import quantised as kernels
 from lineate.kernels.layers.grouping import Groups
 from lineate.kernels.layers.ops import KERNEL_DTYPES, SIZES
 from lineate.kernels.layers.products import WIDEST, Convolution, Norm
+from lineate.torch_ops.invariance import is_batch_invariant
 
 MOST_ROWS = 64
 LONGEST_ROW = 2**16  # of one row that fits into shared memory
 MOST_PORTABLE_ROWS = 16
+INVARIANT_ROWS = 32
+"""The rows of a launch on the tensor cores in a batch-invariant step; fewer are filled up with zeros."""
 BLOCK = 2**25
 """Elements of a weight that are decoded at a time for many rows."""
 LEFT, LEFT_WARPS = 320, 8
@@ -95,7 +98,10 @@ def parts_of(x: Tensor, weight: Codes) -> int:
     """Return the number of parts of k for multiply with which every multiprocessor has a program."""
     if not uses_tensor_cores(x):
         return 1
-    shape = _shape(x.shape[0], weight, ceil_div(weight.rows, 32) <= multiprocessors(x.device))
+    return _parts(x, weight, _shape(x.shape[0], weight, ceil_div(weight.rows, 32) <= multiprocessors(x.device)))
+
+
+def _parts(x: Tensor, weight: Codes, shape: dict[str, int]) -> int:
     programs, chunks = ceil_div(weight.rows, 32 * shape["WM"]), weight.columns // 32 // (shape["C"] * shape["WK"])
     most = max(1, min(8, chunks, multiprocessors(x.device) // programs))
     return 1 << (most.bit_length() - 1)
@@ -127,6 +133,36 @@ def multiply(
     assert not (gated and (bias is not None or convolution is not None))
     assert parts == 1 or not (gated or norm or bias is not None or convolution or residual is not None)
     return _launch(x, weight, (bias, norm, convolution, residual), gated=gated, parts=parts)
+
+
+def multiply_invariant(x: Tensor, weight: Codes, bias: Tensor | None = None, parts: int = 1) -> Tensor:
+    """Return x weight^T `rows n` of any number of rows; a row's bits depend neither on their number nor on the others.
+
+    Args:
+        x: `rows k`, dense and aligned.
+        weight: `n k`, which serves_invariant takes.
+        bias: `n`.
+        parts: As for multiply: 1, or invariant_parts(x, weight), for at most INVARIANT_ROWS rows.
+    """
+    around = bias, None, None, None
+    if not uses_tensor_cores(x):  # a program has one row
+        return _launch(x, weight, around, gated=False, parts=parts)
+    shape = _shape(INVARIANT_ROWS, weight, alone=False)
+    found = [_launch(y, weight, around, gated=False, parts=parts, shape=shape) for y in x.split(INVARIANT_ROWS)]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def serves_invariant(x: Tensor, weight: Codes) -> bool:
+    """Whether multiply_invariant takes rows such as x `rows k` and this weight."""
+    return (
+        x.dtype in KERNEL_DTYPES and weight.codes.is_contiguous() and weight.scales.is_contiguous()
+        and weight.codes.data_ptr() % 16 == 0 and weight.scales.data_ptr() % 16 == 0
+    )  # fmt: skip
+
+
+def invariant_parts(x: Tensor, weight: Codes) -> int:
+    """Return the number of parts of k for multiply_invariant, whatever the number of rows."""
+    return _parts(x, weight, _shape(INVARIANT_ROWS, weight, alone=False)) if uses_tensor_cores(x) else 1
 
 
 class Pairs(NamedTuple):
@@ -249,10 +285,11 @@ def _launch(
             from lineate.kernels.hopper.quantised_rows import multiply_quantised_rows
 
             assert norm is None or rows == 1
-            if experts is None:
+            if experts is None and shape is None:
                 shape = _shape(rows, weight, ceil_div(n, 16 if gated else 32) <= multiprocessors(x.device))
-            else:
+            elif experts is not None:
                 shape = _shape_of_experts(weight, 1 if groups is None else groups.size, shape)
+            assert shape is not None
             warps = shape["WK"] * shape["WM"]
             tiles = ceil_div(n, (16 if gated else 32) * shape["WM"])
             own = None if shared is None else shared.codes.view(torch.int32), None if shared is None else shared.scales
@@ -370,6 +407,8 @@ def decoded_rows(weight: Codes, ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 def linear(x: Tensor, weight: Codes, float8: bool = False) -> Tensor:
     """Return x weight^T `rows n` of any number of rows; float8: many of them may be rounded, where takes_float8."""
+    if is_batch_invariant() and serves_invariant(x, weight):
+        return multiply_invariant(x, weight)
     if serves(x, weight):
         return multiply(x, weight)
     return multiply_float8(x, weight) if float8 and takes_float8(x, weight) else multiply_many(x, weight)

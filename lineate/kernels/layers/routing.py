@@ -9,7 +9,8 @@ Experts are chosen by l (sigmoid: by s + bias) in float32, in descending order; 
 index comes first, and NaN counts as the largest number. torch.topk chooses the same experts where scores differ, and
 any of equal ones. A shared expert is the last column of weights and experts, with the number `experts`.
 
-A row's sums do not depend on the other rows: up to FEW rows have one configuration, more rows another.
+A row's sums do not depend on the other rows: up to FEW rows, or in a batch-invariant step all rows, have one
+configuration, more rows another.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lineate.kernels.launching import ceil_div, next_power, overlap_options, start
 from lineate.kernels.layers.products import Norm
+from lineate.torch_ops.invariance import is_batch_invariant
 
 FEW = 64
 """Up to this many rows are multiplied in the configuration of one row."""
@@ -239,7 +241,7 @@ def score(
 def tile_of_scores(rows: int, dtype: torch.dtype) -> dict[str, int]:
     """Return the configuration of score_experts."""
     wide = dtype is torch.float32
-    if rows <= FEW:
+    if rows <= FEW or is_batch_invariant():
         return {"BM": 16, "BE": 32, "BK": 64 if wide else 128, "SPLIT": SPLIT, "num_warps": 4, "num_stages": 3}
     if wide:
         return {"BM": 32, "BE": 32, "BK": 32, "SPLIT": 1, "num_warps": 4, "num_stages": 3}

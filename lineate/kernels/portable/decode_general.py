@@ -40,6 +40,7 @@ from lineate.kernels.portable.decode import (
 from lineate.kernels.portable.gates import decay_of_gate
 from lineate.kernels.portable.rounding import round_nearest, round_stochastic, seed_of_head
 from lineate.kernels.tape import launch
+from lineate.torch_ops.invariance import is_batch_invariant
 
 _TENSORS = ("q", "k", "v", "decay", "beta", "compared", "write", "direction")
 _PLAIN = [
@@ -296,7 +297,8 @@ def decode_general(
     vectors = [_strides(q), *(_strides(x, several) for x in (k, v)), *map(_strides, (compared, write, direction))]
     decays, betas, state_strides = _strides(log_decay), _strides(beta, several), _strides(state)
     wide = [*sum(vectors, ()), *(decays if per_channel else ())]
-    unit = 8 if all(s % 8 == 0 for s in (key_dim, value_dim, *wide)) else 1
+    invariant = is_batch_invariant()  # a single row has no stride, so strides must not choose the kernel
+    unit = 8 if not invariant and all(s % 8 == 0 for s in (key_dim, value_dim, *wide)) else 1
     decay_unit = unit if per_channel else 1
     aligned = 16 // state.element_size()
     state_unit = aligned if all(s % aligned == 0 for s in (key_dim * value_dim, *state_strides)) else 1
@@ -336,7 +338,8 @@ def decode_general(
         q, k, v, log_decay, beta, compared, write, direction,
         A_log, dt_bias, state, slots, start_slots, seeds, cu_seqlens, weight, z,
     )  # fmt: skip
-    launch("decode_general", given, (output,), (options, inputs.erase is not None, settled, logits, eps, silu), run)
+    chosen = options, inputs.erase is not None, settled, logits, eps, silu, invariant
+    launch("decode_general", given, (output,), chosen, run)
     return output
 
 

@@ -4,7 +4,8 @@
 
 A step reads every weight and memory once, which takes microseconds a layer; so norms, gates, convolution and residuals
 are computed inside the launches that read weights and memories (kernels/layers/products.py, token.py). With many rows
-torch multiplies, and what surrounds the product is separate.
+torch multiplies, and what surrounds the product is separate. In a batch-invariant step every product is one of
+layers/invariant.py, and all numbers of rows take the same launches.
 """
 
 import math
@@ -18,9 +19,10 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.call import Inputs, Options, Slots
 from lineate.kernels import DECODE_WRITES
+from lineate.layers import invariant
 from lineate.layers.attention import GatedAttention
 from lineate.layers.entry import check_call
-from lineate.layers.feed import MixtureOfExperts, SwiGLU, glu
+from lineate.layers.feed import MixtureOfExperts, SquaredReLU, SwiGLU, glu
 from lineate.layers.gpu import coded, kernels_for, overlaps, uncoded
 from lineate.layers.latent import LatentAttention
 from lineate.layers.mamba2 import GroupedGatedNorm
@@ -35,6 +37,7 @@ from lineate.layers.step.spec import StepSpec
 from lineate.layers.step.supported_modules import KNOWN
 from lineate.ops.rings import Ring
 from lineate.quantised import QuantisedWeight
+from lineate.torch_ops.invariance import is_batch_invariant
 from lineate.torch_ops.tracing import PLAIN_TENSORS, is_eager
 
 
@@ -105,10 +108,13 @@ def feed_step(norm: RMSNorm, feed: nn.Module, x: Tensor, normed: Tensor | None =
         normed: norm(x) `rows hidden`, if it was made before.
     """
     if type(feed) is MixtureOfExperts and _are_bare(norm, feed):
-        if len(x) == 1 and normed is None:
+        if len(x) == 1 and normed is None and not is_batch_invariant():
             made = feed.after(norm, x[:, 0])
             return None if made is None else made[:, None]
         return feed.add_to(x[:, 0], norm(x[:, 0]) if normed is None else normed)[:, None]
+    if type(feed) is SquaredReLU and is_batch_invariant():  # it calls nothing but projections and elementwise functions
+        normed = norm(x[:, 0]) if normed is None else normed
+        return x + feed(normed)[:, None]
     if type(feed) is not SwiGLU or not _are_bare(norm, feed, feed.gate_up_proj, feed.down_proj):
         return None
     y = _enter(x[:, 0], norm, feed.gate_up_proj, normed, gated=True)
@@ -143,6 +149,8 @@ def _linear_step(
     check_call(mixer, x, state, None)
     convolution = None if conv is None else (conv.weight, state["conv"])
     mixed, y = _convolved(x[:, 0], mixer.in_proj, norm, convolution, mixer.width, None if conv is None else conv.bias)
+    if conv is None and is_batch_invariant():
+        mixed = mixed.contiguous()  # strides of views choose kernels, and a single row has none
     _, *columns = y[:, None].split(mixer.splits, -1)
     q, k, v = mixer.split_heads(mixed[:, None])
     raw = dict(zip(spec.columns, columns, strict=True))
@@ -181,7 +189,8 @@ def _project_low(mixer: LinearMixer, spec: StepSpec, raw: dict[str, Tensor]) -> 
 
     low = {name: getattr(mixer, f"{name}_proj") for name in spec.low_rank}
     found = {name: module for name, module in low.items() if module is not None}
-    if len(found) == 2 and _are_bare(*found.values()) and all(module.bias is None for module in found.values()):
+    pair = len(found) == 2 and not is_batch_invariant() and _are_bare(*found.values())
+    if pair and all(module.bias is None for module in found.values()):
         (first, one), (second, other) = found.items()
         given = raw[first][:, 0], uncoded(one.weight), raw[second][:, 0], uncoded(other.weight)
         if products.serves_pair(*given):
@@ -235,7 +244,8 @@ def _mix(mixer: LinearMixer, spec: StepSpec, inputs: Inputs, z: Tensor, state: M
         return own(output, z.unflatten(-1, (mixer.value_heads, mixer.value_dim))).flatten(2)
     if spec.rule.general:
         return _mix_general(mixer, inputs, options, z, Slots(seeds=seeds))
-    if len(inputs.q) > token.FEW_ROWS and spec.decay_gate == "speed":
+    many = len(inputs.q) > token.FEW_ROWS or is_batch_invariant()
+    if many and spec.decay_gate == "speed":
         output = decode(inputs, Slots(seeds=seeds), options, settled=True)
         return own(output, z.unflatten(-1, (mixer.value_heads, mixer.value_dim))).flatten(2)
     does = token.Token(
@@ -255,7 +265,7 @@ def _mix_general(mixer: LinearMixer, inputs: Inputs, options: Options, z: Tensor
     from lineate.kernels.portable.decode_general import GatedNorm, decode_general
 
     own, norm = mixer.norm, None
-    if not isinstance(own, GroupedGatedNorm) and len(z) <= token.FEW_ROWS:
+    if not isinstance(own, GroupedGatedNorm) and (len(z) <= token.FEW_ROWS or is_batch_invariant()):
         norm = GatedNorm(z, own.weight, own.eps, own.activation == "silu")
     output = decode_general(inputs, where, options, settled=True, logits=True, norm=norm)
     if norm is not None:
@@ -311,6 +321,8 @@ def _latent_step(
     q, r = q.view(len(q), 1, mixer.heads, -1).split((mixer.nope_dim, mixer.rope_dim), -1)
     turning = None if mixer.rope_theta is None else _frequencies(mixer.rope_dim, mixer.rope_theta, x.device)
     assert isinstance(state.lengths, Tensor)
+    if is_batch_invariant():  # a view of one row has other strides, by which kernels are chosen
+        r = r.clone(memory_format=torch.contiguous_format)
     r = place(r, latent, shared, (own.weight, own.eps, own.zero_centred), turning, state.lengths, cached)
     after = state.appended()
     return mixer.opened(mixer.absorbed(q, r, after, None), gate[:, None])[:, 0], after
@@ -333,7 +345,9 @@ def _convolved(
     from lineate.kernels.layers.ops import convolve_in_place
 
     weight, quantised = uncoded(module.weight), coded(module.weight)
-    if quantised is None:
+    if is_batch_invariant():
+        inside = False
+    elif quantised is None:
         inside = products.serves_one(x, weight) or products.serves_few(x, weight)
     else:
         inside = quantised_products.serves(x, quantised)
@@ -361,6 +375,9 @@ def _enter(
     from lineate.kernels.layers import products, quantised_products  # triton, at its first use
 
     weight, quantised, bias = uncoded(module.weight), coded(module.weight), module.bias
+    if is_batch_invariant():
+        y = invariant.linear(norm(x) if normed is None else normed, module.weight, bias)
+        return glu(y) if gated else y
     if quantised is not None and quantised_products.serves(x, quantised):
         gates = gated and bias is None and quantised_products.takes_gate(quantised)
         around = None
@@ -385,6 +402,8 @@ def _leave(y: Tensor, module: nn.Linear, x: Tensor, then: RMSNorm | None = None)
     """Return x + module(y) of y `rows k`, and its norm `then`, where it is made on the way."""
     from lineate.kernels.layers import products  # triton, at its first use
 
+    if is_batch_invariant():
+        return invariant.add_product(y, module, x, None if then is None else (then.weight, then.eps, then.zero_centred))
     weight, bias = uncoded(module.weight), module.bias
     if coded(weight) is not None:
         return _leave_quantised(y, module, x, then)

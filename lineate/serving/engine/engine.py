@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lineate.checks import check_flag
 from lineate.layers.formats import StateFormat
 from lineate.models import HybridLM
 from lineate.models.reading import CHUNK
@@ -108,6 +109,8 @@ class Engine:
             float32. Prompts are read, and their states are kept, in float32.
         state_rounding: The rounding of bfloat16 memories after every token: "nearest", or "stochastic", with random
             numbers that depend on a token's position alone.
+        batch_invariant: Whether the bits of a row's logits may not depend on the other rows (docs/serving.md); not with
+            a drafter.
         poison: Whether rows that are freed are overwritten with NaN, for tests.
         clock: Returns seconds, for deadlines.
     """
@@ -127,6 +130,7 @@ class Engine:
         overlap: bool | None = None,
         state_dtype: str | torch.dtype | None = None,
         state_rounding: str = NEAREST,
+        batch_invariant: bool = False,
         poison: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -138,6 +142,12 @@ class Engine:
             raise ValueError(f"spacing must be a multiple of {CHUNK}, the chunk of the kernels, got {spacing}")
         if cache is not None and cache.spacing != spacing:
             raise ValueError(f"cache must have the engine's spacing, {spacing}, got {cache.spacing}")
+        check_flag("batch_invariant", batch_invariant)
+        if batch_invariant and drafter is not None:
+            raise ValueError(
+                "batch_invariant=True does not cover speculative passes, which read several tokens of a row at once; "
+                "use it without a drafter"
+            )
         self.model, self.spacing, self.queue, self.clock = model.eval(), spacing, queue, clock
         self.timer: Callable[[], float] = time.perf_counter
         """Returns seconds, for the time to read a piece of a prompt."""
@@ -150,7 +160,9 @@ class Engine:
             None if drafted is None else lambda tokens: drafted(tokens, most_guesses), state_dtype,
         )  # fmt: skip
         shape, format = self.plan.first_shape(), StateFormat.of(state_dtype, state_rounding)
-        self.pool = Pool(model, shape.rows, shape.capacity, poison=poison, format=format)
+        self.pool = Pool(
+            model, shape.rows, shape.capacity, poison=poison, format=format, batch_invariant=batch_invariant
+        )
         overlap = not self.pool.waits if overlap is None else overlap
         self._batch = Batch(self.pool, cache, drafter, most_guesses, lambda: self.clock(), overlap, self._failed)
         self._waiting: deque[_Waiting] = deque()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lineate.decoding.in_place import read_in_place, round_up, state_in_place
+from lineate.decoding.invariant import check_invariant, read_in_groups, rows_together
 from lineate.decoding.prepared import PreparedStep
 from lineate.decoding.rows import RowSteps, RowTensors
 from lineate.generation.drawing import on_device
@@ -43,17 +44,27 @@ class Pool:
         capacity: The most tokens that a row can have.
         poison: Whether a row that leaves is overwritten with NaN, so that tests detect later reads.
         format: The format of the memories; a joining state is converted, and row returns it in this format.
+        batch_invariant: Whether the bits of a row's logits may not depend on the other rows (decoding/invariant.py).
     """
 
     def __init__(
-        self, model: HybridLM, rows: int, capacity: int, *, poison: bool = False, format: StateFormat = AS_COMPUTED
+        self,
+        model: HybridLM,
+        rows: int,
+        capacity: int,
+        *,
+        poison: bool = False,
+        format: StateFormat = AS_COMPUTED,
+        batch_invariant: bool = False,
     ) -> None:
         for name, value in (("rows", rows), ("capacity", capacity)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
         if model.context is not None:
             raise ValueError("model must not be under context parallelism to decode; use a copy on one device")
-        self.model, self.poison, self.format = model, poison, format
+        if batch_invariant:
+            check_invariant(model)
+        self.model, self.poison, self.format, self.batch_invariant = model, poison, format, batch_invariant
         self._specs = format.specs(model.state_spec)
         self.device = model.device
         self.lengths: list[int] = []
@@ -93,7 +104,7 @@ class Pool:
             self._steps = self._new_steps()
 
     def _new_steps(self) -> RowSteps:
-        return RowSteps(self.model, self._tensors, self._graphed)
+        return RowSteps(self.model, self._tensors, self._graphed, invariant=self.batch_invariant)
 
     @property
     def _tensors(self) -> RowTensors:
@@ -345,6 +356,8 @@ class Pool:
             ids: t tokens of each running row: those that are certain first, then guesses.
         """
         self._check_settled()
+        if self.batch_invariant:
+            raise RuntimeError("a pool with batch_invariant=True reads one token of each row at a time; call step")
         tokens = self._new_ids([list(own) for own in ids])
         rows = len(self)
         found = None if self._steps is None else self._steps.trail(tokens, max(self.lengths))
@@ -411,6 +424,8 @@ class Pool:
         if self._prepared is not None and self._bind(self._prepared) and self._prepared.accepts(ids):
             return self._prepared.read(ids)
         self._unbind()  # the call moves memories
+        if self.batch_invariant:
+            return self._read_invariant(ids)
         state = self._state_in_place(1)
         read = read_in_place(self.model, ids, state, (False, torch.bfloat16))
         for n in self._memories:
@@ -418,13 +433,20 @@ class Pool:
         self._lengths[: len(ids)] += 1
         return read.logits, read.hidden
 
+    def _read_invariant(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        rows = len(ids)
+        states = *self._tensors.first(rows), self._lengths[:rows]
+        found = read_in_groups(self.model, ids, states, self._windowed(1), self.format, rows_together(self.model))
+        self._lengths[:rows] += 1
+        return found
+
     def _bind(self, prepared: PreparedStep) -> bool:
         """Bind the prepared step to the tensors of the running rows, unless it is; return whether C can use them."""
         window = self._windowed(1)
         if not prepared.is_bound or window != self._window:
             rows, self._window = len(self), window
             _, caches = self._tensors.first(rows)
-            prepared.bind(self._memories, caches, window, self._lengths[:rows], self.format)
+            prepared.bind(self._memories, caches, window, self._lengths[:rows], self.format, self.batch_invariant)
         return prepared.is_bound
 
     def _unbind(self) -> None:
