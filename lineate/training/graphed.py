@@ -3,7 +3,7 @@
     no gradients -> of each micro-batch: loss, backward -> norm, clipping -> update, unless loss or norm is not finite
 
 The graph reads its micro-batches and learning rates from memory of its own, into which every step copies. All shapes
-are those of the example that it was made with; what a graph cannot serve runs launch by launch, with the same bits.
+are those of the example that it was made with; what a graph cannot serve runs launch by launch, with the same kernels.
 """
 
 import gc

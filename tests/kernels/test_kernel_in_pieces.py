@@ -14,7 +14,7 @@ CHUNKWISE = {"form": "chunkwise", "backend": "triton"}
 
 @pytest.fixture
 def compare(monkeypatch):
-    """Return a function that compares a rule's results and gradients, bit for bit, as they are and after `change`.
+    """Return a function that compares the bits of results and gradients of a rule before and after `change`.
 
     Each side is computed four times, in new calls and replayed ones, with and without states kept for the backward.
     """
