@@ -54,7 +54,7 @@ def _unflat(dt_bias: Tensor | None, gate: Tensor | None) -> Tensor | None:
     return dt_bias.view(gate.shape[2:]) if dt_bias.shape == (gate.shape[2:].numel(),) else dt_bias
 
 
-def activated(inputs: Inputs, options: Options, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+def computed_gates(inputs: Inputs, options: Options, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """Return log_decay and beta, from raw gates where they are."""
     log_decay, beta = activate(
         inputs.log_decay, inputs.beta, inputs.A_log, inputs.dt_bias, options.beta_scale, dtype, options.lower_bound,

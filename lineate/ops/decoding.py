@@ -16,7 +16,7 @@ from lineate import checks
 from lineate.call import Inputs, Options, Slots
 from lineate.forms.general import GeneralRow, general_row
 from lineate.forms.stability import watch_erasing, watch_writes
-from lineate.ops.decode_calls import READS, DecodeRequest, activated, at_least_4d, check_and_choose, one_dtype
+from lineate.ops.decode_calls import READS, DecodeRequest, at_least_4d, check_and_choose, computed_gates, one_dtype
 from lineate.ops.ring_decoding import decode_with_ring
 from lineate.ops.rings import Ring
 from lineate.ops.rounding import NEAREST, round_memory
@@ -164,7 +164,7 @@ def _decode(inputs: Inputs, options: Options, where: Slots, backend: str) -> Ten
     from lineate.kernels import pipeline  # triton, at its first use
 
     if q.device.type == "cpu":  # the interpreter
-        log_decay, rate = activated(inputs, options, torch.float32)
+        log_decay, rate = computed_gates(inputs, options, torch.float32)
         if options.rule.general:
             watch_erasing(inputs.replace(log_decay=log_decay, beta=rate), options)
         elif options.corrects:
@@ -238,7 +238,7 @@ def _advance(inputs: Inputs, options: Options, dtype: torch.dtype) -> Advance:
     """Return a step of a rule with one key."""
     q, k, v = inputs.q, inputs.k, inputs.v
     group = v.shape[2] // q.shape[2]
-    log_decay, beta = activated(inputs, options, dtype)
+    log_decay, beta = computed_gates(inputs, options, dtype)
     if options.corrects:
         watch_writes(k, beta, options.normalize_qk)  # before the state is written
     q, k = q.to(dtype), k.to(dtype)
@@ -264,7 +264,7 @@ def _advance(inputs: Inputs, options: Options, dtype: torch.dtype) -> Advance:
 
 def _advance_general(inputs: Inputs, options: Options, dtype: torch.dtype) -> Advance:
     """Return a step of the general row: all writes of one token."""
-    log_decay, beta = activated(inputs, options, dtype)
+    log_decay, beta = computed_gates(inputs, options, dtype)
     inputs = inputs.replace(log_decay=log_decay, beta=beta)
     watch_erasing(inputs, options)
     row: GeneralRow = general_row(inputs, options)

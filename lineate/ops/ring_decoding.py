@@ -8,7 +8,7 @@ from lineate.call import Inputs, Options, Slots
 from lineate.dispatch import TRANSFORMED
 from lineate.forms import ring as form
 from lineate.forms.stability import watch_writes
-from lineate.ops.decode_calls import DecodeRequest, activated, at_least_4d, check_and_choose, one_dtype
+from lineate.ops.decode_calls import DecodeRequest, at_least_4d, check_and_choose, computed_gates, one_dtype
 from lineate.ops.rings import Ring, check_rule
 from lineate.ops.rounding import round_memory
 from lineate.ops.slot_checks import check_slot_values
@@ -136,7 +136,7 @@ def _run(inputs: Inputs, where: Slots, ring: Ring, options: Options) -> Tensor:
     q, k, v, state = inputs.q, inputs.k, inputs.v, inputs.state
     assert state is not None
     own, dtype, every = ring.tensors, compute_dtype(v.dtype), ring.every
-    log_decay, beta = activated(inputs, options, dtype)
+    log_decay, beta = computed_gates(inputs, options, dtype)
     if options.corrects:
         watch_writes(k, beta, options.normalize_qk)  # before anything is written
     slots = torch.arange(len(q), device=q.device) if where.slots is None else where.slots.long()
