@@ -1,0 +1,146 @@
+"""GraphedStep where it is used wrongly or in other ways than `lineate train` does, on a CPU with fakes of graphs."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lineate.training.graphed import GraphedStep
+from tests.support.graphed import FakeGraphs
+
+EXAMPLE = [(torch.linspace(-1, 1, 12).view(4, 3),)]
+
+
+class Case:
+    """A layer with an optimiser, and a loss whose gradient the step's number `lr` multiplies."""
+
+    def __init__(self, lr: float | Tensor = 0.1, others: tuple[nn.Parameter, ...] = ()) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 2)
+        self.optimizer = torch.optim.AdamW([*self.net.parameters(), *others], lr=lr, fused=True, weight_decay=0.0)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.net(x).square().sum()
+
+    def step(self, **options: Any) -> GraphedStep:
+        return GraphedStep(self.net, self.optimizer, self.loss, EXAMPLE, **options)
+
+    @property
+    def rate(self) -> Tensor:
+        found: Tensor = self.optimizer.param_groups[0]["lr"]
+        return found
+
+
+def test_an_optimiser_of_other_parameters_is_refused() -> None:
+    """No step would clear the gradients of those, which would add up from step to step."""
+    case = Case(others=(nn.Parameter(torch.ones(())),))
+    with pytest.raises(ValueError, match=r"^optimizer must train parameters of model alone, got 1 that model does not"):
+        case.step()
+    assert case.rate == 0.1 and not isinstance(case.rate, Tensor)
+    frozen = nn.Parameter(torch.ones(()), requires_grad=False)
+    assert Case(others=(frozen,)).step(graph=False).why == "graph=False"
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ([], ValueError, "must have at least one micro-batch, got none"),
+        (EXAMPLE[0], TypeError, "must be a list of micro-batches, .*, got a Tensor among them; write"),
+        (EXAMPLE[0][0], TypeError, "must be a list of micro-batches, .*, got a Tensor; write"),
+        (iter(EXAMPLE), TypeError, "must be a list of micro-batches, .*, got a list_iterator; write"),
+    ],
+)
+def test_wrong_micro_batches(given: Any, error: type[Exception], message: str) -> None:
+    case = Case()
+    with pytest.raises(error, match=f"^example {message}" if error is TypeError else f"^example {message}$"):
+        GraphedStep(case.net, case.optimizer, case.loss, given)
+    step, before = case.step(), case.net.weight.detach().clone()
+    with pytest.raises(error, match=f"^batches {message}"):
+        step(given)
+    assert torch.equal(before, case.net.weight)
+
+
+@pytest.mark.parametrize("value", [3.0, None])
+def test_a_loss_that_is_no_tensor(value: Any) -> None:
+    case = Case()
+    step = GraphedStep(case.net, case.optimizer, lambda x: value, EXAMPLE)
+    with pytest.raises(ValueError, match=f"^loss must return a tensor without dimensions, got {value}$"):
+        step(EXAMPLE)
+
+
+def test_release_without_a_graph() -> None:
+    step = Case().step(graph=False)
+    step.release("no reason")
+    assert step.why == "graph=False"
+
+
+def test_a_tensor_for_the_learning_rate_is_kept() -> None:
+    """Its owner may go on filling it."""
+    lr = torch.tensor(0.1)
+    case = Case(lr)
+    case.step()
+    assert case.rate is lr
+    wide = Case(torch.tensor(0.1, dtype=torch.float64))
+    wide.step()
+    assert wide.rate.dtype is torch.float32 and wide.rate.item() == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("given", [0.25, torch.tensor(0.25, dtype=torch.float64)])
+def test_a_learning_rate_put_in_place_of_the_tensor_reaches_the_graph(given: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fake = FakeGraphs(patch)
+        case = Case()
+        step, own = case.step(), case.rate
+        case.optimizer.param_groups[0]["lr"] = given
+        step(EXAMPLE)
+        assert fake.replays == 1 and case.rate is own and own.item() == 0.25
+        case.optimizer.param_groups[0]["lr"] = given
+        step(EXAMPLE, 0.5)
+        assert case.rate is own and own.item() == 0.5
+
+
+def test_loading_the_optimisers_state_releases_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would go on with the old state, whose memory others may have by then."""
+    fake, found = FakeGraphs(monkeypatch), []
+    for graph in (False, True):
+        case = Case()
+        step = case.step(graph=graph)
+        step(EXAMPLE)
+        saved = case.optimizer.state_dict()
+        saved = {**saved, "state": {n: {k: x.clone() for k, x in s.items()} for n, s in saved["state"].items()}}
+        step(EXAMPLE)
+        assert (step.why is None) == graph
+        case.optimizer.load_state_dict(saved)
+        step(EXAMPLE)
+        found.append(case.net.weight.detach())
+        assert step.why == ("the optimiser's state was loaded after the graph was made" if graph else "graph=False")
+    assert fake.replays == 2 and torch.equal(*found)
+
+
+def test_an_optimiser_keeps_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeGraphs(monkeypatch)
+    case = Case()
+    step = case.step()
+    gone = weakref.ref(step)
+    del step
+    gc.collect()
+    assert gone() is None
+    case.optimizer.load_state_dict(case.optimizer.state_dict())
+
+
+def test_an_error_in_a_trial_leaves_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeGraphs(monkeypatch)
+    case, calls = Case(), []
+
+    def loss(x: Tensor) -> Tensor:
+        calls.append(x)
+        if len(calls) == 2:
+            raise KeyError("the second micro-batch")
+        return case.loss(x)
+
+    with pytest.raises(KeyError, match="the second"):
+        GraphedStep(case.net, case.optimizer, loss, EXAMPLE * 2)
+    assert len(calls) == 2 and all(x.grad is None for x in case.net.parameters())
