@@ -251,10 +251,12 @@ class Trainer(Learner):
             self.skipped = 0
         else:
             after, self.step = self.step, unseen.step
-            self._bad_step(seen.bad)
+            try:
+                self._bad_step(seen.bad)
+            finally:  # also where the run stops, since this object may go on
+                if self.graphed is not None:
+                    self.graphed.resume()
             self.step = after
-            if self.graphed is not None:
-                self.graphed.resume()
         self._report_step(unseen, seen)
         return seen.bad is None
 

@@ -1,7 +1,9 @@
 """GraphedStep where it is used wrongly or in other ways than `lineate train` does, on a CPU with fakes of graphs."""
 
 import gc
+import math
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lineate.training.graphed import GraphedStep
+from lineate.training.loop import Trainer, TrainingStopped
+from lineate.training.prepare import prepare
 from tests.support.graphed import FakeGraphs
+from tests.support.runs import everything, make_config
 
 EXAMPLE = [(torch.linspace(-1, 1, 12).view(4, 3),)]
 
@@ -144,3 +149,43 @@ def test_an_error_in_a_trial_leaves_no_gradients(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(KeyError, match="the second"):
         GraphedStep(case.net, case.optimizer, loss, EXAMPLE * 2)
     assert len(calls) == 2 and all(x.grad is None for x in case.net.parameters())
+
+
+# Runs
+
+
+def make(folder: Path, whole: bool) -> tuple[Trainer, Tensor]:
+    """Return a trainer that runs ahead, and a factor of its embedding that a graph reads."""
+    trainer = prepare(make_config(folder, out=str(folder / str(whole)), save_every=0, eval_every=0))
+    for group in trainer.optimizer.param_groups:
+        group["fused"] = True
+    trainer.runs_ahead, trainer.whole_steps = True, whole
+    factor = torch.ones(())
+    trainer.model.embed.register_forward_hook(lambda module, ids, x: x * factor)
+    return trainer, factor
+
+
+def test_a_trainer_goes_on_after_it_was_stopped_by_a_bad_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook, for instance: steps change the weights again once the loss is finite."""
+    FakeGraphs(monkeypatch)
+    found = []
+    for whole in (False, True):
+        trainer, factor = make(tmp_path, whole)
+        for _ in range(3):
+            trainer.train_step()
+        trainer.settle()
+        factor.fill_(math.nan)
+        with pytest.raises(TrainingStopped):
+            for _ in range(2):
+                trainer.train_step()
+        assert trainer.step == 3
+        stopped = everything(trainer)
+        factor.fill_(1.0)
+        for _ in range(3):
+            trainer.train_step()
+        trainer.settle()
+        trainer.close()
+        assert trainer.step == 6 and not torch.equal(stopped["embed.weight"], everything(trainer)["embed.weight"])
+        found.append(everything(trainer))
+    for name, x in found[0].items():
+        torch.testing.assert_close(found[1][name], x, rtol=1e-4, atol=1e-6)
