@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lineate.training.batches import Batch
 from lineate.training.graphed import GraphedStep
 from lineate.training.loop import Trainer, TrainingStopped
 from lineate.training.prepare import prepare
@@ -189,3 +190,28 @@ def test_a_trainer_goes_on_after_it_was_stopped_by_a_bad_step(tmp_path: Path, mo
         found.append(everything(trainer))
     for name, x in found[0].items():
         torch.testing.assert_close(found[1][name], x, rtol=1e-4, atol=1e-6)
+
+
+def test_a_first_step_with_many_sequences_does_not_decide_about_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeGraphs(monkeypatch)
+    trainer, _ = make(tmp_path, True)
+    counts = [len(trainer.batches.batch(n).cu_seqlens) - 1 for n in range(6)]
+    many = trainer.batches.batch(0)
+    half = Batch(many.ids, many.targets, torch.arange(0, many.ids.shape[1] + 1, 8))
+    monkeypatch.setattr(trainer, "_ahead", (0, [half]))
+    trainer.sequences = max(counts)
+    for _ in range(6):
+        trainer.train_step()
+    trainer.settle()
+    trainer.close()
+    assert trainer.graphed is not None and (trainer.graphed.missed, fake.replays) == (1, 5)
+    expected = f"step 1 runs without the CUDA graph: a micro-batch has 16 sequences, the graph is for {max(counts)};"
+    assert expected in capsys.readouterr().out and max(counts) < 16
+
+
+def test_joined_sequences() -> None:
+    batch = Batch(torch.arange(6)[None], torch.arange(6)[None], torch.tensor([0, 2, 3, 6]))
+    assert batch.joined(2).cu_seqlens.tolist() == [0, 2, 6] and batch.joined(1).cu_seqlens.tolist() == [0, 6]
+    assert batch.joined(3) is batch and batch.joined(4) is batch
