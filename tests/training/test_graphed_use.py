@@ -200,7 +200,8 @@ def test_a_first_step_with_many_sequences_does_not_decide_about_the_others(
     counts = [len(trainer.batches.batch(n).cu_seqlens) - 1 for n in range(6)]
     many = trainer.batches.batch(0)
     half = Batch(many.ids, many.targets, torch.arange(0, many.ids.shape[1] + 1, 8))
-    monkeypatch.setattr(trainer, "_ahead", (0, [half]))
+    fetch = trainer.next_pieces
+    monkeypatch.setattr(trainer, "next_pieces", lambda: fetch() if trainer.step else [half])
     trainer.sequences = max(counts)
     for _ in range(6):
         trainer.train_step()
