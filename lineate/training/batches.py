@@ -52,6 +52,16 @@ class Batch:
             return self
         return replace(self, cu_seqlens=F.pad(self.cu_seqlens, (0, missing), value=self.ids.shape[1]))
 
+    def joined(self, sequences: int) -> "Batch":
+        """Return the batch with its last sequences as one, so that it has no more than a number of them.
+
+        Args:
+            sequences: How many it may have, at least 1; a batch with fewer is returned unchanged.
+        """
+        if sequences + 1 >= self.cu_seqlens.shape[0]:
+            return self
+        return replace(self, cu_seqlens=torch.cat([self.cu_seqlens[:sequences], self.cu_seqlens[-1:]]))
+
     def shard(self, rank: int, size: int) -> "Batch":
         """Return one rank's segment, tokens rank n / size to (rank + 1) n / size, with cu_seqlens of its own.
 

@@ -9,6 +9,7 @@ are those of the example that it was made with; what a graph cannot serve runs l
 import gc
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -79,6 +80,13 @@ class WholeStep:
         self.params = [x for x in model.parameters() if x.requires_grad]
         if not self.params:
             raise ValueError("model must have parameters that need gradients, got none")
+        known = set(self.params)
+        others = {x for group in optimizer.param_groups for x in group["params"] if x.requires_grad} - known
+        if others:
+            raise ValueError(
+                f"optimizer must train parameters of model alone, got {len(others)} that model does not have, whose "
+                "gradients no step would clear or clip; let model hold them as well"
+            )
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.clip, self.halts = math.inf if clip is None else float(clip), halts
         self.device = self.params[0].device
@@ -87,9 +95,22 @@ class WholeStep:
         self.updating = False
         """Whether the last step has begun to change the parameters."""
         self.skips_on_device = can_be_called_off(optimizer)
-        if self.skips_on_device:
-            for group in optimizer.param_groups:
-                group["lr"] = torch.full((), float(group["lr"]), dtype=torch.float32, device=self.device)
+        self.rates = [self._rate(group["lr"]) for group in optimizer.param_groups] if self.skips_on_device else []
+        """The tensors of the learning rates, one for each group; none where the host decides about updates."""
+        self.take_rates()
+
+    def _rate(self, lr: float | Tensor) -> Tensor:
+        """Return a learning rate as a tensor that a graph can read: the given one if it is such a tensor."""
+        if isinstance(lr, Tensor) and (lr.dim(), lr.dtype, lr.device) == (0, torch.float32, self.device):
+            return lr
+        return torch.full((), float(lr), dtype=torch.float32, device=self.device)
+
+    def take_rates(self) -> None:
+        """Copy learning rates that were put in place of the tensors into these."""
+        for group, own in zip(self.optimizer.param_groups, self.rates, strict=False):
+            if (given := group["lr"]) is not own:
+                own.copy_(given) if isinstance(given, Tensor) else own.fill_(given)
+                group["lr"] = own
 
     def set_rate(self, lr: float) -> None:
         """Set the learning rate of all groups, without waiting for the device."""
@@ -116,8 +137,9 @@ class WholeStep:
         losses = []
         for items in batches:
             part = self.loss(*items)
-            if part.dim():
-                raise ValueError(f"loss must return a tensor without dimensions, got shape {tuple(part.shape)}")
+            if not isinstance(part, Tensor) or part.dim():
+                got = f"shape {tuple(part.shape)}" if isinstance(part, Tensor) else repr(part)
+                raise ValueError(f"loss must return a tensor without dimensions, got {got}")
             part.backward()
             losses.append(part.detach())
             del part  # its nodes for gradients belong to this stream
@@ -165,13 +187,14 @@ class GraphedStep:
 
     A graph repeats the launches of the example: the loss must not read numbers from the device, nor depend on anything
     but its arguments, the model and random numbers of torch's default generator; Python code in it, hooks of modules
-    included, runs only in the trials and the capture. The optimiser's state must be loaded before, and parameters and
-    state may later be changed in place alone. Learning rates are in the tensors `group["lr"]`, which torch's schedulers
-    fill; other options of the optimiser are fixed.
+    included, runs only in the trials and the capture. The optimiser's state must be loaded before, as loading it
+    releases the graph, and parameters and state may later be changed in place alone. Learning rates are in the tensors
+    `group["lr"]`, which torch's schedulers fill, and into which numbers put in their place are copied; other options
+    of the optimiser are fixed.
 
     Args:
         model: What is trained.
-        optimizer: Its optimiser.
+        optimizer: Its optimiser, of no other parameters.
         loss: Returns the loss of one micro-batch, without dimensions; a step has the gradients of their sum. Autocast
             is entered inside.
         example: Micro-batches as those of all steps: tensors on any device, or numbers.
@@ -196,8 +219,7 @@ class GraphedStep:
         halts: bool = False,
         graph: bool = True,
     ) -> None:
-        if not example:
-            raise ValueError("example must have at least one micro-batch, got none")
+        _check_micro_batches("example", example)
         self.whole = WholeStep(model, optimizer, loss, clip, halts)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._numbers = torch.empty(0)
@@ -208,6 +230,8 @@ class GraphedStep:
             self.why = self._capture(example)
             if self.why is not None:
                 logger.warning("steps run without a CUDA graph: %s", self.why)
+            else:
+                optimizer.register_load_state_dict_post_hook(_releases(self))
 
     def __call__(self, batches: MicroBatches, lr: float | None = None) -> Taken:
         """Make a step; with a graph the host only queues it, on the current stream.
@@ -216,6 +240,7 @@ class GraphedStep:
             batches: The micro-batches. Tensors on the CPU should be pinned.
             lr: The learning rate of all groups, rounded to float32; None: as it stands in the groups.
         """
+        self.whole.take_rates()
         if lr is not None:
             self.whole.set_rate(lr)
         if self._graph is not None and self.fits(batches):
@@ -224,6 +249,7 @@ class GraphedStep:
             self._graph.replay()
             torch.autograd.graph.increment_version(self.whole.params)  # as optimisers do, which write in place
             return Taken(self._numbers)
+        _check_micro_batches("batches", batches)
         moved = [self.whole.moved(items) for items in batches]
         if self._graph is None:
             return Taken(self.whole.run(moved))
@@ -254,11 +280,13 @@ class GraphedStep:
         self._show_gradients()
 
     def release(self, why: str) -> None:
-        """Free the memory of the graph; from now on steps run launch by launch.
+        """Free the memory of the graph, if there is one; from now on steps run launch by launch.
 
         Args:
             why: The reason, which becomes `why`.
         """
+        if self._graph is None:
+            return
         torch.cuda.synchronize(self.whole.device)
         self.whole.forget_gradients()
         self._graph, self._static, self._gradients, self._numbers = None, [], [], torch.empty(0)
@@ -280,18 +308,30 @@ class GraphedStep:
         gc.collect()  # nodes of earlier backward passes would make the capture depend on another stream
         with CAPTURES, torch.cuda.device(index):
             drawn = _try_out(whole, static, index)
-            whole.forget_gradients()
             if drawn == "on the CPU":
                 return "the loss draws random numbers on the CPU, which a graph would repeat"
             try:
                 with captured(device, draws=drawn is not None) as graph, _capturable(whole.optimizer):
-                    self._numbers = whole.run(static)
-            except RuntimeError as error:  # of CUDA, or of torch where it sees the capture
+                    numbers = whole.run(static)
+            except BaseException as error:
                 whole.forget_gradients()
+                if not isinstance(error, RuntimeError):  # of CUDA, or of torch where it sees the capture
+                    raise
                 return _refusal(error)
-        self._graph, self._static = graph, static
+        self._graph, self._static, self._numbers = graph, static, numbers
         self._gradients = [x.grad for x in whole.params]
         return None
+
+
+def _releases(step: GraphedStep) -> Callable[[torch.optim.Optimizer], None]:
+    """Return a hook that releases the graph of a step, whose optimiser has new tensors for its state."""
+    found = weakref.ref(step)
+
+    def release(optimizer: torch.optim.Optimizer) -> None:
+        if (alive := found()) is not None:
+            alive.release("the optimiser's state was loaded after the graph was made")
+
+    return release
 
 
 def _try_out(whole: WholeStep, static: list[list[Tensor | None]], index: int) -> str | None:
@@ -311,6 +351,7 @@ def _try_out(whole: WholeStep, static: list[list[Tensor | None]], index: int) ->
             for x, before in buffers:
                 x.copy_(before)
         whole.halted.zero_()
+        whole.forget_gradients()
         now = torch.cuda.get_rng_state(index), torch.get_rng_state()
         torch.cuda.set_rng_state(states[0], index)
         torch.set_rng_state(states[1])
@@ -373,6 +414,19 @@ def _obstacle_in(module: nn.Module) -> str | None:
     if isinstance(module, LearningMixer):
         return f"the host computes where the memory of {name} learns"
     return None
+
+
+def _check_micro_batches(name: str, given: MicroBatches) -> None:
+    """Raise unless an argument has micro-batches, each with its own items."""
+    wrong = next((x for x in (given, *given) if isinstance(x, Tensor | str) or not isinstance(x, Sequence)), None)
+    if wrong is not None:
+        got = f"a {type(wrong).__name__}" + (" among them" if wrong is not given else "")
+        raise TypeError(
+            f"{name} must be a list of micro-batches, each a list of tensors or numbers, got {got}; "
+            "write [(ids, targets)] for one micro-batch"
+        )
+    if not given:
+        raise ValueError(f"{name} must have at least one micro-batch, got none")
 
 
 def _alike(given: Item, own: Tensor | None) -> bool:

@@ -7,7 +7,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from lineate.models.sharding import whole_state
 from lineate.system.processor import why_wide
 from lineate.torch_ops.tracing import cpu_by_default
 from lineate.training import checkpoint
+from lineate.training.batches import Batch
 from lineate.training.compiling import weigh
 from lineate.training.config import CONFIG_FILE
 from lineate.training.diagnosis import diagnose
@@ -195,12 +196,12 @@ class Trainer(Learner):
         with self.signals.stoppable():  # until the update is queued, from where on the step counts
             pieces = self.next_pieces()
             count = max(1, int(count_targets(pieces)))
-            batches = [(piece.ids, piece.targets, piece.cu_seqlens, float(count)) for piece in pieces]
-            if self.graphed is None:
-                self.graphed = self._make_graphed(batches)
+            batches = _items(pieces, count)
+            if self.graphed is None:  # for as many sequences as most steps have, even if the first one has more
+                example = [piece.joined(self.sequences) for piece in pieces] if self.sequences else pieces
+                self.graphed = self._make_graphed(_items(example, count))
             if not self.graphed.fits(batches):  # with lengths that nothing needs to read from the GPU
-                moved = [piece.to(self.world.device) for piece in pieces]
-                batches = [(piece.ids, piece.targets, piece.cu_seqlens, float(count)) for piece in moved]
+                batches = _items([piece.to(self.world.device) for piece in pieces], count)
             missed, why = self.graphed.missed, self.graphed.why
         taken = self.graphed(batches, lr)
         if self.graphed.missed == 1 and not missed:
@@ -251,10 +252,12 @@ class Trainer(Learner):
             self.skipped = 0
         else:
             after, self.step = self.step, unseen.step
-            self._bad_step(seen.bad)
+            try:
+                self._bad_step(seen.bad)
+            finally:  # also where the run stops, since this object may go on
+                if self.graphed is not None:
+                    self.graphed.resume()
             self.step = after
-            if self.graphed is not None:
-                self.graphed.resume()
         self._report_step(unseen, seen)
         return seen.bad is None
 
@@ -411,6 +414,11 @@ class Trainer(Learner):
 def _model_config(model: HybridLM) -> dict[str, Any]:
     """Return the config.json that HybridLM.from_pretrained reads."""
     return {"model_type": "lineate", "dtype": "float32", **model.config.to_dict()}
+
+
+def _items(pieces: Sequence[Batch], count: int) -> MicroBatches:
+    """Return the arguments of share_of_loss for micro-batches with `count` targets in all."""
+    return [(piece.ids, piece.targets, piece.cu_seqlens, float(count)) for piece in pieces]
 
 
 def _due(step: int, every: int) -> bool:

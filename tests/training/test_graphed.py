@@ -466,7 +466,7 @@ def test_a_run_names_what_it_does(
 ) -> None:
     FakeGraphs(monkeypatch)
     trainer = make_run(tmp_path)
-    trainer.sequences = 1  # fewer than any batch has: the first one decides
+    trainer.sequences = 1  # fewer than some batches have
     for _ in range(12):
         trainer.train_step()
     trainer.settle()
