@@ -50,7 +50,8 @@ class Decoder:
         state_dtype: "bfloat16" keeps memories in half the bytes, where a layer's can be; None: as the state has them.
         state_rounding: How bfloat16 memories are rounded: "nearest", or "stochastic" with positions as seeds.
         state_every: Write memories at every n-th token alone, 2 .. 16, where a layer's can be (lineate.Ring); 8 moves
-            .6 of the bytes. It pays with many rows on a GPU. On a CPU steps then run in torch. None: at every token.
+            .6 of the bytes of the memories. For steps of many rows on a GPU, where it should be measured
+            (docs/speed.md). On a CPU steps then run in torch. None: at every token.
         debug: Whether every call checks that the model is as it was prepared, and raises if it is not.
         batch_invariant: Whether a row has the same logits, to the bit, whatever other rows the decoder has, and at
             whatever index. Parts of a model that have no kernels for this make all rows run one by one

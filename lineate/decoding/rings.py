@@ -52,7 +52,6 @@ class MemoryRings:
             layers[n] = replace(own, ring=ring.part(slice(rows)))
         return ModelState(tuple(layers), state.lengths)
 
-    @torch.inference_mode(False)
     @torch.no_grad()
     def complete(self, copied: ModelState, rows: slice) -> None:
         """Write all entries into a copy of the memories; the memories and the rings are unchanged, so later steps, too.

@@ -55,6 +55,8 @@ def decode_with_ring(
     assert state is not None
     if state.data_ptr() != ring.state.data_ptr():
         raise ValueError("state must be the pool that the ring was made for, got other memory; pass ring.state")
+    if ring.raw_decay:
+        _check_parameters(ring, inputs)
     check_slot_values(where.slots, where.start_slots, None, state.shape[0])
     if not options.raw_decay:
         checks.check_decay(inputs.log_decay)
@@ -129,6 +131,22 @@ def _check_ring(ring: Ring, inputs: Inputs, where: Slots, options: Options) -> N
             "normalize_qk must be as in the call that the ring was made for, False, got True; make another one with "
             "lineate.Ring"
         )
+
+
+def _check_parameters(ring: Ring, inputs: Inputs) -> None:
+    """Raise unless the parameters of a raw gate are those of the entries; on a GPU, values are not compared."""
+    for name in ("A_log", "dt_bias"):
+        kept, given = getattr(ring.tensors, name), getattr(inputs, name)
+        if kept is given:
+            continue
+        shapes = [None if x is None else tuple(x.shape) for x in (kept, given)]
+        if shapes[0] != shapes[1]:
+            problem = f"of shape {shapes[0]}, got {shapes[1]}"
+        elif given.is_cpu and not torch.equal(kept, given):
+            problem = "got other values"
+        else:
+            continue
+        raise ValueError(f"{name} must be that of the call that the ring was made for, {problem}; make another ring")
 
 
 def _run(inputs: Inputs, where: Slots, ring: Ring, options: Options) -> Tensor:

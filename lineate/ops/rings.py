@@ -20,13 +20,13 @@ from lineate.dispatch import kernels_run, select_rule
 from lineate.forms.ring import Entries
 from lineate.forms.ring import fold as fold_entries
 from lineate.ops.rounding import round_memory
-from lineate.ops.slot_checks import check_decode_state
+from lineate.ops.slot_checks import check_decode_state, check_ring_slots
 from lineate.rule import ONE_KEY_RULES, Rule, compute_dtype, decay_of_gate
 
 EVERY = 8
 """The default number of tokens after which a state is written."""
 MOST = 16
-"""The most tokens of a ring: the entries that a program of the kernel has in registers. More would not pay."""
+"""The most tokens of a ring: the entries that a program of the kernel has in registers."""
 
 
 class Traffic(NamedTuple):
@@ -45,8 +45,8 @@ class Traffic(NamedTuple):
         return self.ring / self.plain
 
     @property
-    def pays(self) -> bool:
-        """Whether a ring moves fewer bytes, so that it is faster where the states are much larger than the caches."""
+    def saves(self) -> bool:
+        """Whether a ring moves fewer bytes; the time of a step falls by less (docs/speed.md has what was measured)."""
         return self.ratio < 1
 
 
@@ -106,7 +106,8 @@ class Ring:
     ) -> None:
         inputs = Inputs(q=q, k=k, v=v, log_decay=log_decay, beta=beta, state=state, A_log=A_log, dt_bias=dt_bias)
         checks.check_which_raw(raw_gates)
-        raw = RawGates(raw_gates in (True, "log_decay"), False, lower_bound=lower_bound)
+        checks.check_flag("normalize_qk", normalize_qk)
+        raw = RawGates(raw_gates in (True, "log_decay"), raw_gates in (True, "beta"), lower_bound=lower_bound)
         self.__dict__.update(vars(ring_of(inputs, every, raw, normalize_qk)))
 
     @classmethod
@@ -143,7 +144,7 @@ class Ring:
 
     def __str__(self) -> str:
         found = self.traffic
-        verdict = "pays where the states are much larger than the caches" if found.pays else "does not pay"
+        verdict = "fewer bytes, which is not a time: measure it" if found.saves else "saves no bytes"
         return (
             f"{self.rule.name}: the state is written every {self.every} tokens; a token moves {found.ring / 1024:,.1f} "
             f"KiB a slot instead of {found.plain / 1024:,.1f}, {found.ratio:.2f} of it\n"
@@ -171,6 +172,7 @@ class Ring:
             slots: `rows`, int, each slot once; a negative one is skipped. None: all slots.
             seeds: `rows`, int: rounds a bfloat16 state stochastically, as in `decode`; None: to the nearest.
         """
+        check_ring_slots(slots, seeds, self.state)
         self.write(slots, seeds)
         self.reset(slots)
 
@@ -179,14 +181,16 @@ class Ring:
         """Drop the entries of slots whose state was set to another one.
 
         Args:
-            slots: `rows`, int; a negative one is skipped. None: all slots.
+            slots: `rows`, int, each slot once; a negative one is skipped. None: all slots.
         """
+        check_ring_slots(slots, None, self.state)
         tokens, folded = self.tensors.tokens, self.tensors.folded
         if slots is None:
             folded.copy_(tokens)
             return
         chosen = torch.zeros(len(folded) + 1, dtype=torch.bool, device=folded.device)
-        chosen[torch.where(slots < 0, len(folded), slots).long()] = True
+        inside = (slots >= 0) & (slots < len(folded))  # others are skipped on a GPU, where values are not checked
+        chosen[torch.where(inside, slots, len(folded)).long()] = True
         folded.copy_(torch.where(chosen[:-1], tokens, folded))
 
     @torch.no_grad()
@@ -268,7 +272,10 @@ def ring_of(
     check_rule(rule)
     checks.check_inputs(rule, inputs)
     q, k, v, log_decay = inputs.q, inputs.k, inputs.v, inputs.log_decay
+    if q.shape[1] != 1:
+        raise ValueError(f"q must have one token a row, b 1 h k, as the calls that a ring is for, got t = {q.shape[1]}")
     check_decode_state(state, q, v, q.shape[0], pooled=True)
+    checks.check_decode_gates(inputs, 1.0, raw.lower_bound, raw.which)
     assert state is not None
     slots, hv, key_dim, value_dim = state.shape
     per_channel = log_decay is not None and log_decay.dim() == 4

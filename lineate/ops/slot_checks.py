@@ -58,6 +58,19 @@ def check_slot_values(
             raise ValueError(f"slots must have one for each token, at least {longest} a row, got {slots.shape[1]}")
 
 
+def check_ring_slots(slots: Tensor | None, seeds: Tensor | None, state: Tensor) -> None:
+    """Check the slots `rows` of a pool whose ring is emptied, and seeds `rows`; on a GPU, no values."""
+    if slots is not None:
+        if not isinstance(slots, Tensor):
+            raise TypeError(f"slots must be a torch.Tensor or None, got {type(slots).__name__}")
+        if slots.dim() != 1:
+            raise ValueError(f"slots must have shape (rows,), got {tuple(slots.shape)}")
+        check_slots(slots, None, len(slots), state, packed=False)
+        check_slot_values(slots if len(slots) else None, None, None, len(state))
+    if seeds is not None:
+        check_seeds(seeds, len(state) if slots is None else len(slots), state, state, stochastic=True)
+
+
 def check_seeds(seeds: Tensor | None, rows: int, q: Tensor, state: Tensor, *, stochastic: bool) -> None:
     """Check the seeds `rows` of stochastic rounding, which only a bfloat16 state has."""
     if seeds is not None and not isinstance(seeds, Tensor):

@@ -132,6 +132,26 @@ def test_memories_are_written_at_every_nth_token_alone(monkeypatch):
         assert folds == ([2] * 3 if t % 4 == 3 else []), t  # both rows of three layers
 
 
+@torch.inference_mode()
+def test_in_inference_mode():
+    """States that are read in inference mode, or outside of it, have all tokens."""
+    model = make("GKDA").double()
+    state = model(draw(3, 5)).state
+    plain, decoder = Decoder(model, state, room=20), Decoder(model, state, room=20, state_every=4)
+    for t in range(6):
+        plain(draw(3, 1, seed=t)), decoder(draw(3, 1, seed=t))
+    same(decoder.state, plain.state, 1e-10)
+    same(decoder.row(1), plain.row(1), 1e-10)
+    other = copy.deepcopy(decoder)
+    for x in (plain, decoder, other):
+        x.keep([2, 0])
+    with torch.inference_mode(False):
+        expected = plain(draw(2, 1, seed=9))
+        for x in (decoder, other):
+            torch.testing.assert_close(x(draw(2, 1, seed=9)), expected, rtol=1e-10, atol=1e-10)
+            same(x.state, plain.state, 1e-10)
+
+
 @pytest.mark.parametrize("letter", "RDGKSHO")
 @torch.no_grad()
 def test_every_mixer_whose_memory_can_wait(letter):

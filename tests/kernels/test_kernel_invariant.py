@@ -177,7 +177,7 @@ def process() -> Iterator[Lowering]:
 
 
 STEPS = {
-    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16": {"dtype": "bfloat16", "hidden": 512},
     "bfloat16, odd": {"dtype": "bfloat16", "hidden": 224, "kind": "relu2"},
     "float32": {"dtype": "float32"},
     "no convolution": {"dtype": "bfloat16", "taps": 0},

@@ -211,10 +211,10 @@ def test_what_a_ring_says_of_itself():
     assert 0.58 < ring(GATED_DELTA, 8).traffic.ratio < 0.62
     assert ring(KIMI_DELTA, 8).traffic.ratio < 0.63
     assert ring(KIMI_DELTA, 8, torch.float32, torch.float32).traffic.ratio < 0.63
-    assert not ring(GATED_DELTA, 1).traffic.pays
+    assert not ring(GATED_DELTA, 1).traffic.saves
     text = str(ring(GATED_DELTA, 8))
     assert text.startswith("gated_delta_rule: the state is written every 8 tokens; a token moves ")
-    assert "pays where the states are much larger" in text and "does not pay" in str(ring(GATED_DELTA, 1))
+    assert "fewer bytes, which is not a time" in text and "saves no bytes" in str(ring(GATED_DELTA, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -246,6 +246,10 @@ WRONG = [
     ({"every": True}, r"^every must be an int between 1 and 16"),
     ({"state": zeros(3, 4, 5, 6)}, r"^state must have shape \(n_slots, hv, k, v\)"),
     ({"log_decay": -torch.ones(2, 1, 3)}, r"^log_decay must have shape"),
+    ({n: torch.cat((x, x), 1) for n, x in TOKEN.items()}, r"^q must have one token a row, b 1 h k, .* got t = 2$"),
+    ({"raw_gates": True}, r"^raw_gates=True with log_decay needs A_log"),
+    ({"A_log": zeros(4)}, r"^A_log is for raw gates, got raw_gates=False"),
+    ({"raw_gates": True, "A_log": zeros(4), "lower_bound": 3.0}, r"^lower_bound must be"),
 ]
 
 
@@ -253,6 +257,49 @@ WRONG = [
 def test_wrong_rings(changed, message):
     with pytest.raises(ValueError, match=message):
         make(**changed)
+
+
+def test_wrong_slots_and_flags():
+    with pytest.raises(TypeError, match=r"^normalize_qk must be"):
+        make(normalize_qk=3)
+    ring = make()
+    decode(**TOKEN, state=ring.state, slots=torch.tensor([0, 2]), ring=ring)
+    for empty in (ring.fold, ring.reset):
+        with pytest.raises(TypeError, match=r"^slots must be a torch.Tensor or None, got list"):
+            empty([1])
+        for wrong, message in (
+            (torch.tensor([0.5]), r"^slots must be int32 or int64, got float32"),
+            (torch.tensor([True, False, True]), r"^slots must be int32 or int64, got bool"),
+            (torch.tensor(1), r"^slots must have shape \(rows,\), got \(\)"),
+            (torch.tensor([0, 3]), r"^slots must be below n_slots = 3, got 3"),
+            (torch.tensor([2, 2]), r"^slots must differ between rows, got 2"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                empty(wrong)
+        empty(torch.zeros(0, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"^rounding='stochastic' is for a bfloat16 state, got float32"):
+        ring.fold(seeds=torch.tensor([1, 2, 3]))
+    with pytest.raises(ValueError, match=r"^seeds must have shape \(rows,\) = \(3,\), got \(1,\)"):
+        make(state=zeros(3, 4, 6, 5, dtype=torch.bfloat16)).fold(seeds=torch.tensor([1]))
+    assert ring.pending.tolist() == [1, 0, 1] and not ring.state.any()
+
+
+def test_other_parameters_of_a_raw_gate_are_refused():
+    """A ring applies them again to its entries, so that a call with others would mix two gates."""
+    token = token_of(inputs_of(KIMI_DELTA, Shape(2, 1, 2, 4, 6, 5)), 0)
+    pool, A_log, dt_bias = zeros(2, 4, 6, 5), torch.linspace(-1, 1, 4), zeros(4, 6)
+    ring = Ring(**token, state=pool, raw_gates=True, A_log=A_log, dt_bias=dt_bias)
+    call = {**token, "state": pool, "ring": ring, "raw_gates": True, "A_log": A_log, "dt_bias": dt_bias}
+    decode(**call)
+    for changed, message in (
+        ({"A_log": A_log - 1}, r"^A_log must be that of the call that the ring was made for, got other values"),
+        ({"dt_bias": None}, r"^dt_bias must be that of the .*, of shape \(4, 6\), got None; make another ring"),
+        ({"dt_bias": zeros(4)}, r"^dt_bias must be that of the .*, of shape \(4, 6\), got \(4,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode(**{**call, **changed})
+    decode(**{**call, "A_log": A_log.clone(), "dt_bias": dt_bias.flatten()})
+    assert ring.pending.tolist() == [2, 2]
 
 
 def test_rules_of_the_general_row_have_no_ring():
