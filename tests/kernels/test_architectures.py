@@ -224,7 +224,7 @@ def test_hopper_launches_a_walk_for_maps_and_a_chain_before_the_walk_of_segments
     inputs["cu_seqlens"] = torch.tensor([0, 330, 400]) if packed else None
     forward, backward = launch_all(row, inputs, launches, segments.Cutting(4, 3, 1))
     assert forward[-3:] == [("hopper", "forward_state"), ("hopper", "chain"), ("hopper", "forward_state")]
-    walks = [("portable", "backward_state"), ("hopper", "chain"), ("hopper", "backward_state")]
+    walks = [("hopper", "backward_state"), ("hopper", "chain"), ("hopper", "backward_state")]
     assert [x for x in backward if x[1] in ("backward_state", "chain")] == walks
 
 
