@@ -42,6 +42,11 @@ def extra_bytes(call: Call) -> int:
 
 def between_events(calls: Sequence[Call], seconds: float) -> list[float]:
     """Return the milliseconds per call, back to back without waiting: the slower of host and device."""
+    return back_to_back(calls, min(500, max(10, math.ceil(seconds / warm_up(calls)))))
+
+
+def warm_up(calls: Sequence[Call]) -> float:
+    """Make a few calls; return about how many seconds one takes after them."""
     for i in range(WARM_UP):
         calls[i % len(calls)]()
     torch.cuda.synchronize()
@@ -49,8 +54,7 @@ def between_events(calls: Sequence[Call], seconds: float) -> list[float]:
     for i in range(WARM_UP):
         calls[i % len(calls)]()
     torch.cuda.synchronize()
-    once = (time.perf_counter() - start) / WARM_UP
-    return back_to_back(calls, min(500, max(10, math.ceil(seconds / once))))
+    return (time.perf_counter() - start) / WARM_UP
 
 
 def back_to_back(calls: Sequence[Call], count: int) -> list[float]:
@@ -111,15 +115,7 @@ def in_turns(sides: Mapping[str, Sequence[Call]], seconds: float, rounds: int) -
     """
     counts, samples = {}, {}
     for name, calls in sides.items():
-        for i in range(WARM_UP):
-            calls[i % len(calls)]()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for i in range(WARM_UP):
-            calls[i % len(calls)]()
-        torch.cuda.synchronize()
-        once = (time.perf_counter() - start) / WARM_UP
-        counts[name], samples[name] = min(500, max(5, math.ceil(seconds / rounds / once))), []
+        counts[name], samples[name] = min(500, max(5, math.ceil(seconds / rounds / warm_up(calls)))), []
     for _ in range(rounds):
         for name, calls in sides.items():
             samples[name] += back_to_back(calls, counts[name])[1:]
