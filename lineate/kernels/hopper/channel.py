@@ -41,7 +41,6 @@ from lineate.kernels.hopper.channel_parts import (
     diagonal_entries,
     log2_decay_of_gate,
     opaque,
-    opaque_scalar,
     reciprocal,
     small_merge,
     unit_bounds,
@@ -268,7 +267,7 @@ def channel_scores(
     phase = 0
     for u in range(gl.program_id(0), units, gl.num_programs(0)):
         if not PACKED:  # computed again, which is faster than registers that the compiler would spill
-            start, rows, head = unit_bounds(opaque_scalar(u), bounds, first_slots, slot_texts, t, HV, PACKED)
+            start, rows, head = unit_bounds(opaque(u), bounds, first_slots, slot_texts, t, HV, PACKED)
         # Always 0, but computed inside the loop: otherwise the compiler computes all operands' addresses before the
         # loop and spills them.
         zero = start >> 30

@@ -34,11 +34,6 @@ def opaque(x):
 
 
 @gluon.jit
-def opaque_scalar(x):
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _softplus(x):
     """Return softplus(x), computed as in gates.py."""
     y = exp2(gl.abs(x) * -LOG2E)

@@ -32,10 +32,8 @@ LEAST_CHUNKS = 48
 #     3                                  185         214         310         367        1313
 #     4                                  200         235         322         382        1315
 LEAST_IN_PIECES, LONG = 96, 256  # chunks; from the latter on three pieces
-SCORES_MICROSECONDS, WALK_MICROSECONDS = (
-    6.6,
-    1.4,
-)  # of a chunk and head, on one multiprocessor; of the walk over a chunk
+SCORES_MICROSECONDS = 6.6  # of a chunk and head, on one multiprocessor
+WALK_MICROSECONDS = 1.4  # of a chunk
 
 
 def takes_beside(q: Tensor, v: Tensor, corrects: bool, channel: bool) -> bool:

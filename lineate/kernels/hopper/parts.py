@@ -165,6 +165,20 @@ def entering_state(
 
 
 @gluon.jit
+def map_start(start, known, first, i, j, V: gl.constexpr, BV: gl.constexpr, H: gl.constexpr):
+    """Return the halves of the state with which the map of a segment begins, in columns from `first` on.
+
+    The first segment (known) begins with the outer state, others with an empty one; after V columns comes the identity.
+    """
+    given = known & (i < BV)
+    S0 = gl.where(i + (first - V) == j, 1.0, gl.load(start + i + j * V, mask=given, other=0.0))
+    S1 = S0
+    if H == 2:
+        S1 = gl.where(i + (first - V) == j + 64, 1.0, gl.load(start + i + (j + 64) * V, mask=given, other=0.0))
+    return S0, S1
+
+
+@gluon.jit
 def text_bounds(text, bounds, first_slots, t, PACKED: gl.constexpr):
     """The text_bounds of layout.py, in 32 bits."""
     if PACKED:

@@ -41,6 +41,7 @@ from lineate.kernels.hopper.parts import (
     half,
     link,
     make_ring,
+    map_start,
     next_buffer,
     signals,
     text_bounds,
@@ -82,12 +83,8 @@ def _walk(
     i = gl.arange(0, BV, gl.SliceLayout(1, acc))[:, None]
     j = gl.arange(0, 64, gl.SliceLayout(0, acc))[None, :]
     none = gl.zeros([BV, 64], gl.float32, acc)
-    if MAP:  # the first segment starts with the outer state, others with an empty one or with the identity
-        given = known & (i < BV)
-        S0 = gl.where(i + (first - V) == j, 1.0, gl.load(start + i + j * V, mask=given, other=0.0))
-        S1 = S0
-        if H == 2:
-            S1 = gl.where(i + (first - V) == j + 64, 1.0, gl.load(start + i + (j + 64) * V, mask=given, other=0.0))
+    if MAP:
+        S0, S1 = map_start(start, known, first, i, j, V, BV, H)
     else:
         S0 = fresh(start + i + j * V, True)  # (with `made`, there was no wait for the previous launch)
         S1 = S0

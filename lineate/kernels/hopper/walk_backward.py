@@ -39,6 +39,7 @@ from lineate.kernels.hopper.parts import (
     half,
     link,
     make_ring,
+    map_start,
     next_buffer,
     signals,
     store_rows,
@@ -200,14 +201,8 @@ def _walk(
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     i = gl.arange(0, BV, gl.SliceLayout(1, acc))[:, None]
     j = gl.arange(0, 64, gl.SliceLayout(0, acc))[None, :]
-    if (
-        MAP
-    ):  # the first segment starts with the outer dS, others with an empty one or, after its V columns, the identity
-        given = known & (i < BV)
-        dS0 = gl.where(i + (first - V) == j, 1.0, gl.load(start + i + j * V, mask=given, other=0.0))
-        dS1 = dS0
-        if H == 2:
-            dS1 = gl.where(i + (first - V) == j + 64, 1.0, gl.load(start + i + (j + 64) * V, mask=given, other=0.0))
+    if MAP:
+        dS0, dS1 = map_start(start, known, first, i, j, V, BV, H)
     else:
         dS0 = fresh(start + i + j * V, True)  # (with `made`, there was no wait for the previous launch)
         dS1 = dS0
