@@ -55,6 +55,23 @@ def unit_vector(x):
 
 
 @triton.jit
+def parameters_of_head(
+    A_log, dt_bias, head, x, has_x, K: tl.constexpr, EVEN_K: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr
+):  # fmt: skip
+    """Return exp(A_log) and dt_bias of a head, 1 and 0 if they are None; the bias [BK] if it is per channel."""
+    speed = 1.0
+    if A_log is not None:
+        speed = tl.exp(tl.load(A_log + head).to(tl.float32))
+    bias = 0.0
+    if dt_bias is not None:
+        if BIAS_PER_CHANNEL:
+            bias = load_vector(dt_bias + head * K + x, has_x, EVEN_K)
+        else:
+            bias = tl.load(dt_bias + head).to(tl.float32)
+    return speed, bias
+
+
+@triton.jit
 def tokens_of_row(cu_seqlens, row, t):
     """Return batch, first and n: the tokens of a row are [first, first + n) of the batch row."""
     if cu_seqlens is None:
@@ -161,15 +178,7 @@ def decode_tokens(
         if not DECAY_PER_CHANNEL:
             next_log_decay = load_scalar(log_decay, n > 0)
         if RAW:
-            speed = 1.0
-            if A_log is not None:
-                speed = tl.exp(tl.load(A_log + head).to(tl.float32))
-            bias = 0.0
-            if dt_bias is not None:
-                if BIAS_PER_CHANNEL:
-                    bias = load_vector(dt_bias + head * K + x, has_x, EVEN_K)
-                else:
-                    bias = tl.load(dt_bias + head).to(tl.float32)
+            speed, bias = parameters_of_head(A_log, dt_bias, head, x, has_x, K, EVEN_K, BIAS_PER_CHANNEL)
     if beta is not None:
         beta += batch * beta_row + first * beta_token + head.to(tl.int64) * beta_head
         if not BETA_PER_CHANNEL:
@@ -266,26 +275,17 @@ def decode(
     columns and warps replace those of `tiling`, for measurements. settled: whether no recent launch writes the state,
     so that it may be read while they run (launching.overlapping).
     """
-    q, k, v, log_decay, beta, state = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.beta, inputs.state
-    cu_seqlens = inputs.cu_seqlens
     inputs.refuse_unread(DECODE_READS, "the decoding kernel")
+    q, k, v, log_decay, beta = laid_out(inputs)
+    state, cu_seqlens = inputs.state, inputs.cu_seqlens
     slots, start_slots, seeds = where
     assert state is not None
     b, t, h, key_dim = q.shape
     hv, value_dim = v.shape[2:]
-    q, k, v = (last_contiguous(x) for x in (q, k, v))
-    per_channel = log_decay is not None and log_decay.dim() == 4
-    if log_decay is not None and per_channel:
-        log_decay = last_contiguous(log_decay)
-    beta_per_channel = beta is not None and beta.dim() == 4
-    if beta is not None and beta_per_channel:
-        beta = last_contiguous(beta)
     each_token = slots is not None and slots.dim() == 2
     strides = (*_strides(q), *_strides(k), *_strides(v))
     unit = 8 if all(s % 8 == 0 for s in (key_dim, value_dim, *strides)) else 1
-    state_strides = _strides(state)[:2]
-    aligned = 16 // state.element_size()
-    state_unit = aligned if all(s % aligned == 0 for s in (key_dim * value_dim, *state_strides)) else 1
+    state_strides, state_unit = state_units(state)
     own_columns, own_warps = tiling(key_dim, value_dim)
     columns = own_columns if columns is None else columns
     blocks = ceil_div(value_dim, columns)
@@ -330,9 +330,9 @@ def decode(
             GROUP=hv // h,
             UNIT=unit,
             STATE_UNIT=state_unit,
-            DECAY_PER_CHANNEL=per_channel,
+            DECAY_PER_CHANNEL=log_decay is not None and log_decay.dim() == 4,
             BIAS_PER_CHANNEL=dt_bias is not None and dt_bias.dim() == 2,
-            BETA_PER_CHANNEL=beta_per_channel,
+            BETA_PER_CHANNEL=beta is not None and beta.dim() == 4,
             NORMALIZE=options.normalize_qk,
             RAW=options.raw_decay,
             RAW_BETA=options.raw_beta,
@@ -352,6 +352,21 @@ def decode(
 def last_contiguous(x: Tensor) -> Tensor:
     """Return x itself if its last dimension is contiguous (a view of one fused projection is), else a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def laid_out(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return q, k, v, log_decay and beta with a contiguous last dimension; gates per head are read with any strides."""
+    log_decay, beta = (
+        x if x is None or x.dim() < 4 else last_contiguous(x) for x in (inputs.log_decay, inputs.beta)
+    )  # fmt: skip
+    return last_contiguous(inputs.q), last_contiguous(inputs.k), last_contiguous(inputs.v), log_decay, beta
+
+
+def state_units(state: Tensor) -> tuple[tuple[int, ...], int]:
+    """Return the strides of slots and heads, and the number of elements that divides them for aligned accesses."""
+    strides, (key_dim, value_dim) = _strides(state)[:2], state.shape[2:]
+    aligned = 16 // state.element_size()
+    return strides, aligned if all(s % aligned == 0 for s in (key_dim * value_dim, *strides)) else 1
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:

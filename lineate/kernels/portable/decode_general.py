@@ -30,6 +30,7 @@ from lineate.kernels.portable.decode import (
     last_contiguous,
     load_scalar,
     load_vector,
+    parameters_of_head,
     slots_of_row,
     store_vector,
     store_without_state,
@@ -125,15 +126,7 @@ def decode_writes(
         if not DECAY_PER_CHANNEL:
             next_log_decay = load_scalar(log_decay, n > 0)
         if RAW:
-            speed = 1.0
-            if A_log is not None:
-                speed = tl.exp(tl.load(A_log + head).to(tl.float32))
-            bias = 0.0
-            if dt_bias is not None:
-                if BIAS_PER_CHANNEL:
-                    bias = load_vector(dt_bias + head * K + x, has_x, EVEN_K)
-                else:
-                    bias = tl.load(dt_bias + head).to(tl.float32)
+            speed, bias = parameters_of_head(A_log, dt_bias, head, x, has_x, K, EVEN_K, BIAS_PER_CHANNEL)
     if beta is not None:
         w = tl.arange(0, BN)
         beta += batch * beta_row + first * beta_token + value_head * beta_head + w * beta_write

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lineate.kernels.portable.decode import load_vector, store_vector, store_without_state
+from lineate.kernels.portable.decode import load_vector, parameters_of_head, store_vector, store_without_state
 from lineate.kernels.portable.gates import decay_of_gate
 from lineate.kernels.portable.rounding import round_nearest, round_stochastic, seed_of_head
 
@@ -94,23 +94,6 @@ def activated(gate, bias, speed, lower_bound, RAW: tl.constexpr):
     if RAW:
         log_decay = decay_of_gate(log_decay + bias, speed, lower_bound)
     return log_decay
-
-
-@triton.jit
-def parameters_of_head(
-    A_log, dt_bias, head, x, has_x, K: tl.constexpr, EVEN_K: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr
-):  # fmt: skip
-    """Return exp(A_log) and dt_bias of a head, 1 and 0 if they are None; the bias [BK] if it is per channel."""
-    speed = 1.0
-    if A_log is not None:
-        speed = tl.exp(tl.load(A_log + head).to(tl.float32))
-    bias = 0.0
-    if dt_bias is not None:
-        if BIAS_PER_CHANNEL:
-            bias = load_vector(dt_bias + head * K + x, has_x, EVEN_K)
-        else:
-            bias = tl.load(dt_bias + head).to(tl.float32)
-    return speed, bias
 
 
 @triton.jit

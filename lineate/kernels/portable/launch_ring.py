@@ -6,7 +6,7 @@ from torch import Tensor
 from lineate.call import Inputs, Options, RingTensors, Slots
 from lineate.kernels import RING_READS
 from lineate.kernels.launching import ceil_div, next_power, overlap_options, start
-from lineate.kernels.portable.decode import last_contiguous
+from lineate.kernels.portable.decode import laid_out, state_units
 from lineate.kernels.portable.decode_ring import (
     NO_DECAY,
     PER_CHANNEL,
@@ -65,20 +65,14 @@ def decode_ring(
         settled: Whether no recent launch writes the state, the ring or its counters (launching.overlapping).
     """
     inputs.refuse_unread(RING_READS, "the kernel of decoding with a ring")
-    q, k, v, log_decay, beta, state = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.beta, inputs.state
+    q, k, v, log_decay, beta = laid_out(inputs)
+    state = inputs.state
     assert state is not None
     b, _, h, key_dim = q.shape
     hv, value_dim = v.shape[2:]
-    q, k, v = (last_contiguous(x) for x in (q, k, v))
-    per_channel = log_decay is not None and log_decay.dim() == 4
-    if log_decay is not None and per_channel:
-        log_decay = last_contiguous(log_decay)
-    beta_per_channel = beta is not None and beta.dim() == 4
-    if beta is not None and beta_per_channel:
-        beta = last_contiguous(beta)
     strides = (*_strides(q), *_strides(k), *_strides(v))
     unit = 8 if all(s % 8 == 0 for s in (key_dim, value_dim, *strides)) else 1
-    state_strides, state_unit = _units(state)
+    state_strides, state_unit = state_units(state)
     own_columns, own_warps = tiling(key_dim, state.dtype, value_dim)
     columns = own_columns if columns is None else columns
     blocks = ceil_div(value_dim, columns)
@@ -97,7 +91,8 @@ def decode_ring(
             *(s // state_unit for s in state_strides),
             K=key_dim, V=value_dim, BK=next_power(key_dim), BV=columns, PART=min(columns, PART), BLOCKS=blocks,
             GROUP=hv // h, UNIT=unit, STATE_UNIT=state_unit, EVERY=ring.every, DECAY=_decay(ring),
-            BIAS_PER_CHANNEL=dt_bias is not None and dt_bias.dim() == 2, BETA_PER_CHANNEL=beta_per_channel,
+            BIAS_PER_CHANNEL=dt_bias is not None and dt_bias.dim() == 2,
+            BETA_PER_CHANNEL=beta is not None and beta.dim() == 4,
             NORMALIZE=options.normalize_qk, RAW=options.raw_decay, RAW_BETA=options.raw_beta,
             NARROW=state.dtype is torch.bfloat16, INTERPRETED=q.device.type == "cpu",
             num_warps=own_warps if warps is None else warps, num_stages=1, **_registers(state),
@@ -122,7 +117,7 @@ def fold(state: Tensor, where: Slots, ring: RingTensors, rows: int, raw: Options
     _, hv, key_dim, value_dim = state.shape
     columns = min(32, next_power(value_dim))
     blocks = ceil_div(value_dim, columns)
-    state_strides, state_unit = _units(state)
+    state_strides, state_unit = state_units(state)
     slots, seeds = (None if x is None else x.contiguous() for x in (where.slots, where.seeds))
     A_log, dt_bias = (None if x is None or not raw.raw_decay else x.contiguous() for x in (ring.A_log, ring.dt_bias))
 
@@ -164,11 +159,3 @@ def _strides(x: Tensor | None) -> tuple[int, int]:
         return 0, 0
     row, head = ((0 if x.shape[dim] == 1 else x.stride(dim)) for dim in (0, 2))
     return row, head
-
-
-def _units(state: Tensor) -> tuple[tuple[int, int], int]:
-    """Return the strides of slots and heads, and the number of elements that divides them for aligned accesses."""
-    strides = tuple(0 if state.shape[dim] == 1 else state.stride(dim) for dim in (0, 1))
-    aligned = 16 // state.element_size()
-    key_dim, value_dim = state.shape[2:]
-    return (strides[0], strides[1]), aligned if all(s % aligned == 0 for s in (key_dim * value_dim, *strides)) else 1
