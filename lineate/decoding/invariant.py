@@ -12,7 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.decoding.in_place import Tensors, read_in_place, state_in_place, write_back
 from lineate.layers.formats import StateFormat
-from lineate.layers.projection import runs_own_forward
+from lineate.layers.projection import run_own_forwards
 from lineate.layers.registry import kind_of
 from lineate.layers.softmax import reads_own_length
 from lineate.models.hybrid import HybridLM
@@ -64,14 +64,10 @@ def rows_together(model: HybridLM) -> int | None:
         and available("products")
         and not _has_any_global_hook()
         and all(kind_of(letter).built_in for letter in set(model.config.letters))
-        and all(runs_own_forward(x) and _is_known(x) for x in model.modules())
+        and run_own_forwards(model)
         and all(_is_multiplied(x) for x in model.parameters())
     )
     return TOGETHER if plain else 1
-
-
-def _is_known(module: torch.nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] in ("lineate", "torch")
 
 
 def _is_multiplied(x: Tensor) -> bool:

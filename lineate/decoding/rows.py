@@ -29,7 +29,7 @@ from lineate.decoding.in_place import (
 from lineate.decoding.invariant import read_in_groups, rows_together
 from lineate.decoding.rings import MemoryRings
 from lineate.layers.formats import AS_COMPUTED, StateFormat
-from lineate.layers.projection import runs_own_forward
+from lineate.layers.projection import run_own_forwards
 from lineate.layers.registry import kind_of
 from lineate.layers.softmax import reads_own_length
 from lineate.layers.step.supported_modules import are_unchanged
@@ -57,13 +57,9 @@ def can_be_recorded(model: HybridLM) -> bool:
         and not _has_any_global_hook()
         and are_unchanged()
         and all(kind.built_in and not kind.learns for kind in map(kind_of, set(model.config.letters)))
-        and all(runs_own_forward(x) and _of_ours(x) for x in model.modules())
+        and run_own_forwards(model)
         and all(x.is_cuda for x in model.parameters())
     )
-
-
-def _of_ours(module: torch.nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] in ("lineate", "torch")
 
 
 class RowTensors(NamedTuple):

@@ -64,6 +64,13 @@ def runs_own_forward(module: nn.Module) -> bool:
     return not (module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module))
 
 
+def run_own_forwards(module: nn.Module) -> bool:
+    """Whether all modules in it are lineate's or torch's, and run the forwards of their classes."""
+    return all(
+        runs_own_forward(x) and type(x).__module__.partition(".")[0] in ("lineate", "torch") for x in module.modules()
+    )
+
+
 def is_bare(module: nn.Module) -> bool:
     """Whether calling the module runs the forward of its class, and nothing before or after it, nor in a backward."""
     backward = module._backward_pre_hooks or module._backward_hooks
